@@ -723,7 +723,8 @@ finally:
     Fault(
         name="progress_lost_on_resume",
         room="resume",
-        function="init_or_restore",
+        function="_restore",
+        module="start",
         old="progress = progress_of(restored.metadata)",
         new="progress = Progress(step=progress_of(restored.metadata).step)",
         tests=(

@@ -1,7 +1,7 @@
-"""jaxdist: single-device JAX models, trained on any layout of devices.
+"""Training of single-device JAX models on any layout of devices.
 
-Importing the package is free: it loads nothing, sets no flag and touches no device. A
-name below is imported from its module when it is first used.
+`import jaxdist` loads no other module, sets no flag and touches no device. Each name in
+`_EXPORTS` is imported from its module on first use.
 """
 
 import importlib
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> object:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'jaxdist' has no attribute {name!r}")
     value = getattr(importlib.import_module(_EXPORTS[name]), name)
-    globals()[name] = value  # the next use is a plain look-up
+    globals()[name] = value  # Python finds it there on the next use
     return value
 
 

@@ -1,6 +1,6 @@
-"""The library: `fit` trains a caller's own model, optimizer and batches; `run` a config.
+"""The library: `fit` trains a model of the caller's, and `run` trains a config.
 
-With the commands the only place that puts core and wings together.
+Only this module and the commands put core and wings together.
 """
 
 from __future__ import annotations
@@ -45,20 +45,22 @@ def run_callbacks(
     folder: Path,
     entered: tuple[Ledger, Watchdog] | None = None,
 ) -> list[Callback]:
-    """Lists what a run does beside training, in the order of the calls.
+    """Lists the callbacks of a run, in the order in which they are called.
 
     Args:
-      config: of the run.
-      folder: its workdir.
-      entered: what observes a whole process, if the caller has entered it before it
-        joined other processes. It is left out of the list then.
+      config: the run's config.
+      folder: the run's workdir.
+      entered: the ledger and the watchdog, if the caller has entered them. The list
+        then skips both. Default: the list begins with new ones.
     """
-    ledger = entered[0] if entered else Ledger()
-    process: list[Callback] = []
-    if not entered:
-        process = [ledger, Watchdog(config.watchdog, folder)]
+    observers: list[Callback] = []
+    if entered:
+        ledger, _ = entered
+    else:
+        ledger = Ledger()
+        observers = [ledger, Watchdog(config.watchdog, folder)]
     return [
-        *process,
+        *observers,
         MetricsServer(ledger),
         Loggers(),
         PreemptionNotices(),
@@ -79,21 +81,27 @@ def run(
     *,
     callbacks: Sequence[Callback] = (),
     entered: tuple[Ledger, Watchdog] | None = None,
-    **options: Any,
+    title: str = "",
+    devices: Sequence[jax.Device] | None = None,
+    full_devices: int | None = None,
 ) -> State:
-    """Trains the run of a config to the end, and returns its last state.
+    """Trains the run of a config to the end and returns its last state.
 
     Args:
-      config: of the run, see `jaxdist.default_config`.
-      folder: the workdir; if it holds the run, training resumes.
-      callbacks: further ones beside those of `run_callbacks`.
-      entered: see `run_callbacks`.
-      **options: as `trainer.train`: title, devices, full_devices.
+      config: the run's config; see `jaxdist.default_config`.
+      folder: the workdir. If it holds the run, training resumes.
+      callbacks: callbacks in addition to those of `run_callbacks`.
+      entered: the ledger and the watchdog that the caller has entered; see
+        `run_callbacks`.
+      title: first line of the display; "" = none.
+      devices: devices to train on; default: all.
+      full_devices: number of devices that the config of an elastic run was written for;
+        see `trainer.train`. Default: the run is not elastic.
 
     Raises:
-      ConfigError: the config is illegal; nothing was compiled.
+      ConfigError: the config is invalid; nothing was compiled.
       TrainingStopped: losses stayed non-finite.
-      Interrupted: a signal ended it early.
+      Interrupted: a signal ended the run early.
     """
     folder = Path(folder)
     return trainer.run(
@@ -102,7 +110,9 @@ def run(
         callbacks=[*run_callbacks(config, folder, entered), *callbacks],
         process_callbacks=entered or (),
         weight_sources=interop.WEIGHT_SOURCES,
-        **options,
+        title=title,
+        devices=devices,
+        full_devices=full_devices,
     )
 
 
@@ -123,37 +133,38 @@ def fit(
 ) -> Fitted:
     """Trains a model and returns it. If `folder` holds a run, training resumes.
 
-    The run has all callbacks of the command `train`. Two of them depend on who owns the
-    process: the ledger begins with this call, and the watchdog watches only a process
-    that `jaxdist.join()` has made a process of the run.
+    The run has all callbacks of the command `train`. The ledger begins with this call.
+    The watchdog watches a process only after `jaxdist.join()`.
 
     Args:
-      model: an nnx module, which stays as it is, or what makes one of its rngs; see
-        docs/your-own-model.md.
-      optimizer: of optax, used as it is; or our config, whose schedule ends with
-        `steps`.
-      batches: {entry: [N, ...]}, in an order that is ours; or a function from the step,
-        from 0, to a global batch; or an iterable of global batches, of which a resumed
-        run passes over those it has had.
-      steps: updates in all, those before a resume included.
-      mesh: sizes of axes, dict(fsdp=4, tensor=2); the devices left over (default: of
-        all) are `data`.
-      folder: of checkpoints, metrics and events. None: a temporary one, without
-        checkpoints.
-      batch_size: samples of a global batch, where `batches` are arrays; default 32.
-      validation: {entry: [N, ...]}, scored ten times a run; see settings
+      model: an nnx module, which is not changed; or a function that makes one from an
+        nnx.Rngs. See docs/your-own-model.md.
+      optimizer: a transformation of optax, used unchanged; or a jaxdist config, whose
+        schedule ends at `steps`.
+      batches: {entry: array of [N, ...]}, which jaxdist shuffles; or a function from
+        the step (from 0) to a global batch; or an iterable of global batches. A resumed
+        run skips the batches of an iterable that it has trained on.
+      steps: updates in total, including those before a resume.
+      mesh: sizes of mesh axes, such as dict(fsdp=4, tensor=2). The axis `data` takes
+        the remaining devices. Default: all devices are `data`.
+      folder: folder for checkpoints, metrics and events. Default: a temporary folder
+        without checkpoints.
+      batch_size: samples of a global batch if `batches` are arrays; default 32.
+      validation: {entry: array of [N, ...]}, evaluated ten times a run; see the setting
         "train.eval_every".
-      seed: of everything random: the model's first values, the order, dropout.
-      settings: any other key of the config, {"precision.compute": "bfloat16"}; see
+      seed: seed of everything random: initial values, the order of data, dropout.
+      settings: other keys of the config, such as {"precision.compute": "bfloat16"}; see
         docs/configuration.md.
-      hooks: further callbacks, [jaxdist.every(100, look)]; see docs/library.md.
+      devices: devices to train on; default: all.
+      hooks: additional callbacks, such as [jaxdist.every(100, function)]; see
+        docs/library.md.
 
     Raises:
-      ConfigError: what cannot be, before anything compiles: all faults, each with its
-        cure.
+      ConfigError: the arguments are invalid. It lists all faults, each with its fix, and
+        nothing was compiled.
       TrainingStopped: losses stayed non-finite.
-      Preempted: a signal stopped it, not a Ctrl-C to one process; uncaught, a
-        script ends with 75.
+      Preempted: a signal other than a Ctrl-C to one process stopped the run. A script
+        that does not catch it exits with 75.
     """
     build, initial = user_model.builder(model)
     dataset, size = open_user_batches(
@@ -184,7 +195,9 @@ def fit(
         workdir,
         title=workdir.name,
         devices=devices,
-        inputs=UserInputs(build, dataset, transform, initial),
+        inputs=UserInputs(
+            build=build, dataset=dataset, optimizer=transform, initial=initial
+        ),
         callbacks=[*run_callbacks(config, workdir), *hooks],
     )
     return Fitted.of(outcome, dataset, workdir, temporary)

@@ -1,4 +1,4 @@
-"""`python -m jaxdist.train --config NAME`: train, or resume the run of the workdir."""
+"""Trains the run of a config, or resumes the run that the workdir holds."""
 
 import contextlib
 import gc
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 if __name__ == "__main__":
-    # Imports make few objects that die; to look for these takes a tenth of a start.
+    # Imports leave little garbage, and collecting it takes a tenth of the start.
     gc.disable()
 
 import jax
@@ -28,26 +28,28 @@ from jaxdist.trainer.run_config import RunConfig
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command and returns its exit code."""
     flags, config = cli.parse(
         _parser(), arguments, weight_sources=interop.WEIGHT_SOURCES
     )
     if flags.dry_run:
-        return _dry_run(config)
+        _dry_run(config)
+        return 0
     folder = cli.workdir_of(flags)
     ledger = Ledger(age_s=command_age_s())
     watchdog = Watchdog(config.watchdog, folder)
     try:
-        with ledger, watchdog:  # joining, and finding devices, may hang
+        # The watchdog starts first: joining processes and finding devices may hang.
+        with ledger, watchdog:
             with clock.timed(clock.JOIN):
-                _prepare()
+                _join()
                 devices = jax.local_device_count()
             full_devices = coordination.broadcast(
                 elastic.full_devices(os.environ, folder, per_process=devices)
             )
-            config = _resolved(
+            config = _resolve_remat(
                 config,
-                lively(print_safe, watchdog.on_progress),
+                say=lively(print_safe, watchdog.on_progress),
                 folder=folder,
                 full_devices=full_devices,
             )
@@ -59,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
                 full_devices=full_devices,
             )
     except Interrupted as interrupted:
-        with contextlib.suppress(OSError):  # of a terminal that was closed
+        with contextlib.suppress(OSError):  # the terminal may be closed
             print(interrupted)
         return EXIT_PREEMPTED
     except (TrainingStopped, SourceError) as error:
@@ -69,38 +71,42 @@ def main(arguments: list[str] | None = None) -> int:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         planner = extras.load("jaxdist.planner.plan")
-        text = planner.explain_shortage(config, jax.devices(), str(error))
-        print(f"error: {text}", file=sys.stderr)
+        explanation = planner.explain_shortage(config, jax.devices(), str(error))
+        print(f"error: {explanation}", file=sys.stderr)
         return 1
     return 0
 
 
-def _dry_run(config: RunConfig) -> int:
-    """Prints batch, shardings and memory of the run; nothing runs."""
-    # late: a run starts without the planner
+def _dry_run(config: RunConfig) -> None:
+    """Prints the batch, shardings and memory of a run; nothing runs."""
+    # A run that trains does not import the planner.
     dry_run = extras.load("jaxdist.planner.dry_run")
-    _prepare()
+    _join()
     emulated = dry_run.missing_devices(config.mesh, os.environ)
     if emulated:
-        jax.config.update("jax_num_cpu_devices", emulated)
-    dry_run.dry_run(_resolved(config), jax.devices())
-    return 0
+        jax.config.update("jax_num_cpu_devices", emulated)  # type: ignore[no-untyped-call]  # jax is untyped
+    dry_run.dry_run(_resolve_remat(config), jax.devices())
 
 
-def _resolved(
+def _resolve_remat(
     config: RunConfig, say: Callable[[str], None] = print_safe, **options: Any
 ) -> RunConfig:
-    """Resolves `remat.policy=fit` of a run, or keeps how it was resolved before."""
+    """Replaces `remat.policy=fit` by a policy that fits the devices.
+
+    A run that resumes keeps its policy while that fits. Other policies stay.
+    """
     if config.remat.policy != FIT and not config.remat.fitted:
         return config
     fit_remat = extras.load("jaxdist.planner.fit_remat")
-    return fit_remat.resolve(config, jax.devices(), say=say, **options)
+    resolved: RunConfig = fit_remat.resolve(config, jax.devices(), say=say, **options)
+    return resolved
 
 
-def _prepare() -> None:
-    joined = initialize.prepare()
-    if joined:
-        print(joined)
+def _join() -> None:
+    """Sets the platform's flags, joins the process group and prints both."""
+    lines = initialize.prepare()
+    if lines:
+        print(lines)
 
 
 def _parser() -> cli.ConfigParser:
@@ -113,7 +119,7 @@ def _parser() -> cli.ConfigParser:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # what is imported stays
+    gc.freeze()  # imported objects stay, so the collector skips them
     gc.enable()
     with own_process():
         raise SystemExit(exit_code.exit_code(main))

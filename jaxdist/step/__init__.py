@@ -1,0 +1,1 @@
+"""The train step: gradients, their reduction, the update, and the state."""

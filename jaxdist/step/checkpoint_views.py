@@ -1,4 +1,4 @@
-"""The state as checkpoints have it: layers flat, whatever the pipeline."""
+"""The state in the form of checkpoints: layers flat, with and without a pipeline."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ from jaxdist.step.state import State
 
 @dataclass(frozen=True)
 class StateCut:
-    """How a pipeline cuts up the layers of a state's models."""
+    """A pipeline's partition of the layers of a state."""
 
-    policy: Staging
-    modules: Mapping[str, Staging]  # of frozen modules, by name
+    policy: Staging  # layers of the model that is trained
+    modules: Mapping[str, Staging]  # layers of the objective's frozen modules, by name
 
     @classmethod
     def of(cls, staging: Staging | None, spec: ModelSpec) -> StateCut | None:
-        """Returns the cut of a policy and its frozen modules; None: no pipeline.
+        """Extends a partition to the frozen modules.
 
         Args:
-          spec: with flat blocks.
+          staging: the partition of the policy's layers; None: no pipeline.
+          spec: the model with flat blocks.
+
+        Returns:
+          The partition of the state; None without a pipeline.
         """
         if staging is None:
             return None
@@ -38,44 +42,47 @@ class StateCut:
         return cls(staging, modules)
 
     def staged(self, state: State) -> State:
-        """Returns a flat state with its blocks by stage."""
-        policy = self.policy.staged(state._replace(modules={}))
+        """Converts a state with flat blocks to blocks by stage."""
+        policy: State = self.policy.staged(state._replace(modules={}))
         return policy._replace(modules=self.staged_modules(state.modules))
 
     def flat(self, state: State) -> State:
-        """Returns a state with its blocks flat, padding left out."""
-        policy = self.policy.flat(state._replace(modules={}))
+        """Converts a state with blocks by stage to flat blocks without padding."""
+        policy: State = self.policy.flat(state._replace(modules={}))
         modules = {
             name: self.modules[name].flat(tree) for name, tree in state.modules.items()
         }
         return policy._replace(modules=modules)
 
     def staged_modules(self, modules: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Returns flat arrays of frozen modules with their blocks by stage."""
+        """Converts frozen modules with flat blocks to blocks by stage."""
         return {name: self.modules[name].staged(tree) for name, tree in modules.items()}
 
 
 class CheckpointViews(NamedTuple):
-    """The state as checkpoints have it, layers flat; without a pipeline the state
-    itself.
+    """Conversions between the state of a step and that of a checkpoint.
+
+    Without a pipeline, both are the same.
     """
 
-    flat: Any  # State -> State
-    staged: Any  # flat State -> State; its buffers are taken
-    # flat State without optimizer state and average -> State, to evaluate
-    staged_weights: Any
-    abstract: State  # flat, ShapeDtypeStructs with their shardings
+    # a state, which stays valid -> the state with flat layers
+    flat: Callable[[State], State]
+    # a state with flat layers, which is donated -> a state
+    staged: Callable[[State], State]
+    # a flat state without optimizer state and average -> a state to evaluate
+    staged_weights: Callable[[State], State]
+    abstract: State  # flat state as ShapeDtypeStructs with shardings
 
 
 def build_views(
-    cut: StateCut | None, abstract: State, shardings: Any
+    cut: StateCut | None, abstract: State, shardings: State
 ) -> CheckpointViews:
-    """Builds the views of a state that a pipeline cuts up.
+    """Builds the conversions of a state.
 
     Args:
-      cut: the pipeline's; None: no pipeline.
-      abstract: the state's shapes.
-      shardings: of the state.
+      cut: the pipeline's partition of the layers; None: no pipeline.
+      abstract: shapes of the state.
+      shardings: shardings of the state.
     """
     if cut is None:
         return CheckpointViews(
@@ -88,21 +95,24 @@ def build_views(
     stages = cut.policy.stages
 
     def flat_sharding(
-        flat: jax.ShapeDtypeStruct, leaf: jax.ShapeDtypeStruct, where: NamedSharding
-    ):
-        if flat.shape == leaf.shape:
-            return where
-        whole_stages = flat.shape[0] % stages == 0
-        spec = P("pipeline" if whole_stages else None, *where.spec[3:])
-        return NamedSharding(where.mesh, spec, memory_kind=where.memory_kind)
+        flat: jax.ShapeDtypeStruct,
+        staged: jax.ShapeDtypeStruct,
+        sharding: NamedSharding,
+    ) -> NamedSharding:
+        if flat.shape == staged.shape:
+            return sharding
+        layers_axis = "pipeline" if flat.shape[0] % stages == 0 else None
+        # The staged array has two more dims for its layers.
+        spec = P(layers_axis, *sharding.spec[3:])  # type: ignore[no-untyped-call]  # jax is untyped
+        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
-    flat = jax.tree.map(flat_sharding, shapes, abstract, shardings)
-    of_weights = shardings._replace(opt_state=None, ema=None)
+    flat_shardings = jax.tree.map(flat_sharding, shapes, abstract, shardings)
+    weight_shardings = shardings._replace(opt_state=None, ema=None)
     return CheckpointViews(
-        flat=_view(cut.flat, flat, donate=False),
+        flat=_view(cut.flat, flat_shardings, donate=False),
         staged=_view(cut.staged, shardings, donate=True),
-        staged_weights=jax.jit(cut.staged, out_shardings=of_weights),
-        abstract=jax.tree.map(with_sharding, shapes, flat),
+        staged_weights=jax.jit(cut.staged, out_shardings=weight_shardings),
+        abstract=jax.tree.map(with_sharding, shapes, flat_shardings),
     )
 
 
@@ -111,47 +121,53 @@ def _same(state: State) -> State:
 
 
 def _view(
-    view: Callable[[Tree], Tree], shardings: State, *, donate: bool
+    convert: Callable[[State], State], shardings: State, *, donate: bool
 ) -> Callable[[State], State]:
-    """Returns the compiled view; what waits in the host's memory passes the device one
-    array at a time.
-    """
-    places: list[NamedSharding] = jax.tree.leaves(shardings)
-    structure: Any = jax.tree.structure(shardings)
-    waiting = [i for i, where in enumerate(places) if where.memory_kind == HOST]
-    others = [i for i in range(len(places)) if i not in waiting]
+    """Compiles a conversion of a state.
 
-    def some(leaves: Sequence[Any], chosen: Sequence[int]) -> State:
-        return structure.unflatten(
-            [x if i in chosen else None for i, x in enumerate(leaves)]
-        )
+    Arrays in the host's memory pass through the device one at a time.
+
+    Args:
+      convert: the conversion.
+      shardings: shardings of its result.
+      donate: whether it may reuse the buffers of its argument.
+    """
+    leaf_shardings: list[NamedSharding] = jax.tree.leaves(shardings)
+    structure = jax.tree.structure(shardings)
+    on_host = [i for i, x in enumerate(leaf_shardings) if x.memory_kind == HOST]
+    on_device = [i for i in range(len(leaf_shardings)) if i not in on_host]
+
+    def only(leaves: Sequence[Any], chosen: Sequence[int]) -> State:
+        kept = [x if i in chosen else None for i, x in enumerate(leaves)]
+        state: State = jax.tree.unflatten(structure, kept)
+        return state
 
     def compiled(chosen: Sequence[int]) -> Callable[[State], State]:
         return jax.jit(
-            lambda part: view(jax.tree.map(to_device, part)),
-            out_shardings=some(places, chosen),
+            lambda part: convert(jax.tree.map(to_device, part)),
+            out_shardings=only(leaf_shardings, chosen),
             donate_argnums=0 if donate else (),
         )
 
-    if not waiting:
-        return compiled(others)
-    programs = [
-        (chosen, compiled(chosen)) for chosen in (others, *([i] for i in waiting))
-    ]
+    if not on_host:
+        return compiled(on_device)
+    groups = [on_device, *([i] for i in on_host)]
+    programs = [(group, compiled(group)) for group in groups]
 
-    def viewed(state: State) -> State:
+    def view(state: State) -> State:
         leaves: list[Any] = jax.tree.leaves(state)
-        for chosen, program in programs:
-            done = jax.tree.leaves(program(some(leaves, chosen)))
-            for i, x in zip(chosen, done, strict=True):
+        for group, program in programs:
+            converted = jax.tree.leaves(program(only(leaves, group)))
+            for i, x in zip(group, converted, strict=True):
                 leaves[i] = x
-        return structure.unflatten(leaves)
+        result: State = jax.tree.unflatten(structure, leaves)
+        return result
 
-    return viewed
+    return view
 
 
 def with_sharding(
-    x: jax.ShapeDtypeStruct, where: NamedSharding
+    x: jax.ShapeDtypeStruct, sharding: NamedSharding
 ) -> jax.ShapeDtypeStruct:
     """Returns an abstract array with a sharding."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # type: ignore[no-untyped-call]  # jax is untyped

@@ -1,6 +1,4 @@
-"""The state before the first step: its values, and the devices and memory where they
-are stored.
-"""
+"""The state before the first step: its values, and where they are stored."""
 
 from collections.abc import Callable, Mapping
 
@@ -21,7 +19,7 @@ from jaxdist.step.state import OptState, State
 from jaxdist.step.step_config import INIT, StepConfig, key_of
 from jaxdist.step.update import UpdateRule
 
-# `MODULES/NAME/PATH` is the first value of a frozen module's parameter.
+# `MODULES/NAME/PATH` names the initial value of a frozen module's parameter.
 MODULES = "modules"
 
 
@@ -30,66 +28,81 @@ def first_state(
     cut: StateCut | None,
     transform: optax.GradientTransformation,
     config: StepConfig,
-    given: Mapping[str, jax.Array] | None = None,
+    values: Mapping[str, jax.Array] | None = None,
 ) -> State:
-    """Returns the state before the first step.
+    """Makes the state before the first step.
 
     Args:
-      spec: with flat blocks.
-      cut: the pipeline's; None: no pipeline.
-      given: {path: value} of parameters that begin with these values. Those of a frozen
-        module are called `modules/NAME/PATH`; others of its parameters begin as the
-        policy's of the same path.
+      spec: the model with flat blocks.
+      cut: the pipeline's partition of the layers; None: no pipeline.
+      transform: the optimizer.
+      config: the step's config, which has the seed and the dtypes.
+      values: initial values of parameters by path; the others are random. The path of a
+        frozen module's parameter is `modules/NAME/PATH`. A module's parameter without a
+        value starts with the policy's value of the same path.
     """
     start = key_of(config.seed, INIT)
-    policy, of_modules = _by_model(spec, given or {})
-    trainable, model_state, frozen = spec.init_params(start, policy)
+    policy_values, module_values = _by_model(spec, values or {})
+    trainable, model_state, frozen = spec.init_params(start, policy_values)
     modules = {}
     for name, module in spec.modules.items():
-        known = _places(module)
-        values = {path: x for path, x in policy.items() if path in known}
+        known = _value_paths(module)
+        shared = {path: x for path, x in policy_values.items() if path in known}
         modules[name] = module.init_frozen(
-            start, values | of_modules[name], params=config.params
+            start, shared | module_values[name], params=config.params
         )
     if cut:
         trainable, model_state, frozen = map(
             cut.policy.staged, (trainable, model_state, frozen)
         )
         modules = cut.staged_modules(modules)
-    trainable, frozen = (
-        jax.tree.map(lambda x: x.astype(stored_dtype(x, config.params)), tree)
-        for tree in (trainable, frozen)
+    trainable = _as_stored(trainable, config.params)
+    frozen = _as_stored(frozen, config.params)
+    ema = None
+    if config.ema_decay:
+        ema = jax.tree.map(lambda x: x.astype(jnp.float32), trainable)
+    loss_scale = config.loss_scale.init() if config.loss_scale else None
+    return State(
+        step=jnp.int32(0),
+        trainable=trainable,
+        frozen=frozen,
+        model_state=model_state,
+        opt_state=OptState(
+            optimizer=transform.init(trainable),
+            skipped=jnp.int32(0),
+            loss_scale=loss_scale,
+        ),
+        ema=ema,
+        modules=modules,
     )
-    ema = (
-        jax.tree.map(lambda x: x.astype(jnp.float32), trainable)
-        if config.ema_decay
-        else None
-    )
-    scale = config.loss_scale.init() if config.loss_scale else None
-    opt_state = OptState(transform.init(trainable), jnp.int32(0), scale)
-    return State(jnp.int32(0), trainable, frozen, model_state, opt_state, ema, modules)
+
+
+def _as_stored(tree: Tree, params_dtype: str) -> Tree:
+    """Converts parameters to the dtypes in which a run stores them."""
+    return jax.tree.map(lambda x: x.astype(stored_dtype(x, params_dtype)), tree)
 
 
 def _by_model(
-    spec: ModelSpec, given: Mapping[str, jax.Array]
+    spec: ModelSpec, values: Mapping[str, jax.Array]
 ) -> tuple[dict[str, jax.Array], dict[str, dict[str, jax.Array]]]:
-    """Separates the first values of the policy from those of each frozen module.
+    """Separates the initial values of the policy from those of each frozen module.
 
-    Without frozen modules all are the policy's: a model may call a part `modules`.
+    Without frozen modules, all values are the policy's: a part of it may be called
+    `modules`.
 
     Raises:
-      ConfigError: a value is for a module, or a parameter of one, that there is not.
+      ConfigError: a value belongs to a module or parameter that does not exist.
     """
     policy: dict[str, jax.Array] = {}
-    of_modules: dict[str, dict[str, jax.Array]] = {name: {} for name in spec.modules}
+    by_module: dict[str, dict[str, jax.Array]] = {name: {} for name in spec.modules}
     unknown = []
-    for path, x in given.items():
+    for path, x in values.items():
         if not spec.modules or not path.startswith(f"{MODULES}/"):
             policy[path] = x
             continue
         name, _, inner = path.removeprefix(f"{MODULES}/").partition("/")
-        if name in spec.modules and inner in _places(spec.modules[name]):
-            of_modules[name][inner] = x
+        if name in spec.modules and inner in _value_paths(spec.modules[name]):
+            by_module[name][inner] = x
         else:
             unknown.append(path)
     if unknown:
@@ -97,42 +110,42 @@ def _by_model(
             f"no frozen module has the parameter {', '.join(unknown[:3])}; "
             f"the modules are {', '.join(spec.modules)}"
         )
-    return policy, of_modules
+    return policy, by_module
 
 
-def _places(module: ModelSpec) -> set[str]:
-    """Lists the paths that a frozen module's values may be given by.
+def _value_paths(module: ModelSpec) -> set[str]:
+    """Lists the paths under which a frozen module accepts initial values.
 
-    These are its parameters, and what holds some: an adapter takes the kernel that it
-    adapts by the kernel's own path.
+    These are the paths of its parameters and of the nodes above them: an adapter
+    accepts the kernel that it adapts under the kernel's own path.
     """
-    places: set[str] = set()
+    paths: set[str] = set()
     for path in trees.flatten_names(module.frozen):
         parts = path.split(trees.SEPARATOR)
-        places |= {
-            trees.SEPARATOR.join(parts[:end]) for end in range(1, len(parts) + 1)
-        }
-    return places
+        paths |= {trees.SEPARATOR.join(parts[:end]) for end in range(1, len(parts) + 1)}
+    return paths
 
 
-# --- where it is stored ---------------------------------------------------------------
+# --- where the state is stored --------------------------------------------------------
 
 
 def state_shardings(
     spec: ModelSpec, abstract: State, mesh: Mesh, rules: Rules, rule: UpdateRule
 ) -> State:
-    """Places each array of a state.
+    """Chooses the sharding of each array of a state.
 
     Args:
-      spec: with blocks by stage, where a pipeline cuts them up.
-      abstract: the state's shapes.
-      rule: says what waits in the host's memory.
+      spec: the model; with a pipeline, its blocks are by stage.
+      abstract: shapes of the state.
+      mesh: the devices.
+      rules: the sharding rules.
+      rule: the update, which knows which arrays wait in the host's memory.
     """
 
-    def specs(tree: Tree, names: Tree, rule: Callable[..., P]) -> Tree:
-        return jax.tree.map(lambda x, own: rule(own, x.shape), tree, names)
+    def specs(tree: Tree, names: Tree, spec_of: Callable[..., P]) -> Tree:
+        return jax.tree.map(lambda x, dims: spec_of(dims, x.shape), tree, names)
 
-    whole = jax.tree.map(lambda _: P(), abstract)
+    whole = jax.tree.map(lambda _: P(), abstract)  # type: ignore[no-untyped-call]  # jax is untyped
     moments = specs(spec.trainable, spec.names, rules.state)
     optimizer = state_specs(abstract.opt_state.optimizer, spec.trainable, moments)
     state = whole._replace(
@@ -149,21 +162,19 @@ def state_shardings(
     shardings = jax.tree.map(
         lambda s: NamedSharding(mesh, s), state, is_leaf=lambda x: isinstance(x, P)
     )
-    return _on_host(rule, abstract, shardings)
+    return _with_host_memory(rule, abstract, shardings)
 
 
-def _on_host(rule: UpdateRule, abstract: State, shardings: State) -> State:
-    """Returns the shardings, those of what waits in the host's memory with its memory
-    kind.
-    """
+def _with_host_memory(rule: UpdateRule, abstract: State, shardings: State) -> State:
+    """Sets the memory kind of arrays that wait in the host's memory."""
     if rule.layerwise is None:
         return shardings
     _, moments, ema = rule.layerwise.waiting(
         Trained(abstract.trainable, abstract.opt_state.optimizer, abstract.ema)
     )
 
-    def move(waits: bool, where: NamedSharding) -> NamedSharding:
-        return where.with_memory_kind(HOST) if waits else where
+    def move(waits: bool, sharding: NamedSharding) -> NamedSharding:
+        return sharding.with_memory_kind(HOST) if waits else sharding
 
     optimizer = jax.tree.map(move, moments, shardings.opt_state.optimizer)
     average = None if ema is None else jax.tree.map(move, ema, shardings.ema)

@@ -1,8 +1,8 @@
-"""The loss of any model as sums, and its gradients over the parts of a global batch."""
+"""The loss of a model as sums, and its gradients summed over a global batch."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,53 +16,87 @@ from jaxdist.parallel.pipeline.stage_params import StageParams
 from jaxdist.parallel.remat import RematConfig, recompute
 from jaxdist.protocols.model import Batch, Loss
 from jaxdist.protocols.model_spec import ModelSpec, Tree
-from jaxdist.protocols.param_names import STACKED
+from jaxdist.protocols.param_names import STACKED, Names
 from jaxdist.step import loss_scale, reduction
 from jaxdist.step.batch_parts import split_batch
 from jaxdist.step.state import State
 
-# (trainable, model_state, frozen, batch, key, *, scale) -> (objective or gradient sums,
-# (Loss, model_state)), the state as the model's own code left it, objective and
-# gradients times the scale (None: as they are).
-PartSums = Callable[..., tuple[Any, tuple[Loss, Tree]]]
+
+class PartSums(Protocol):
+    """A function that computes the objective or its gradients on a part of a batch."""
+
+    def __call__(
+        self,
+        trainable: Tree,
+        model_state: Tree,
+        frozen: Tree,
+        batch: Batch,
+        key: jax.Array | None,
+        scale: jax.Array | None = None,
+    ) -> tuple[Any, tuple[Loss, Tree]]:
+        """Computes sums over the samples of a batch.
+
+        Args:
+          trainable: the trained parameters.
+          model_state: the model's state.
+          frozen: the parameters that are not trained.
+          batch: the part of the global batch.
+          key: the step's random key; None: the model is deterministic.
+          scale: factor of the objective and its gradients; default: 1.
+
+        Returns:
+          The objective or its gradients, multiplied by `scale`; the unscaled loss; and
+          the state that the model's code has left.
+        """
+        ...
 
 
 class Sums(NamedTuple):
-    """Sums over the global batch, float32, not yet divided by the count."""
+    """Sums over the global batch in float32, not divided by the count."""
 
     gradients: Tree
     loss: Loss
-    model_state: Tree  # no sum: that before, or after a batch in one part
+    # the model's state, which is no sum: as it was if the batch was cut into parts
+    model_state: Tree
 
 
 def build_objective(
     spec: ModelSpec, *, compute: str, remat: RematConfig | str
 ) -> PartSums:
-    """Returns `objective(trainable, model_state, frozen, batch, key, scale) ->
-    (objective, (Loss, state))`.
-
-    The objective is the sum of losses and aux terms.
+    """Builds the objective of a model: the sum of its losses and aux terms.
 
     Args:
-      compute: dtype of matrix products and activations; `execution.activate` is told
+      spec: the model.
+      compute: dtype of matrix products and activations. `execution.activate` must get
         the same.
-      remat: policy for the blocks of a staged model, or more; a model without blocks is
-        not touched.
+      remat: rematerialization of a staged model's blocks, or the name of its policy.
+        A model without blocks ignores it.
     """
 
-    def objective(trainable, model_state, frozen, batch, key, scale=None):
+    def objective(
+        trainable: Tree,
+        model_state: Tree,
+        frozen: Tree,
+        batch: Batch,
+        key: jax.Array | None,
+        scale: jax.Array | None = None,
+    ) -> tuple[jax.Array, tuple[Loss, Tree]]:
         if execution.current().manual and not spec.casts_itself:
-            trainable = _with_whole_edges(trainable)
-            frozen = _with_whole_edges(frozen)
-        # of the model's own random streams: the parts of a step draw different ones
-        own_key = key
+            trainable = _gather_edges(trainable)
+            frozen = _gather_edges(frozen)
+        # The model's own random streams must differ between the parts of a step.
+        stream_key = key
         if key is not None and spec.streams and "sample" in batch:
-            own_key = jax.random.fold_in(key, batch["sample"][0])
-        model = assembled(spec, compute, trainable, model_state, frozen, own_key)
+            stream_key = jax.random.fold_in(key, batch["sample"][0])
+        model = assemble_model(
+            spec, compute, trainable, model_state, frozen, key=stream_key
+        )
         loss = spec.objective.batch_loss(model, batch, key, recompute(remat))
         after = spec.state_of(model) if model_state else model_state
         total = loss.sum + sum(loss.aux.values())
-        return total if scale is None else total * scale, (loss, after)
+        if scale is not None:
+            total = total * scale
+        return total, (loss, after)
 
     return objective
 
@@ -75,64 +109,72 @@ def names_of(spec: ModelSpec) -> StageParams:
 def build_pipelined(
     spec: ModelSpec, cut: Staging, *, compute: str, backward: bool = True
 ) -> PartSums:
-    """Returns `pipelined(trainable, model_state, frozen, batch, key, scale) ->
-    (gradients, (Loss, state))`.
+    """Builds the gradients of the objective, computed by the stages of a pipeline.
 
-    They equal those of `build_objective`, computed by the stages of a pipeline.
+    They equal the gradients of `build_objective`.
 
     Args:
-      spec: with blocks by stage.
-      backward: False computes the loss alone.
+      spec: the model with blocks by stage.
+      cut: the pipeline's partition of the layers.
+      compute: dtype of matrix products and activations.
+      backward: False computes the loss only.
     """
     program = cut.program()
     names = names_of(spec)
 
-    def score(model, x, microbatch, number):
+    def score(model: Any, x: jax.Array, microbatch: Batch, number: jax.Array) -> Loss:
         return spec.objective.head_loss(model, x, microbatch)
 
-    def pipelined(trainable, model_state, frozen, batch, key, scale=None):
+    def pipelined(
+        trainable: Tree,
+        model_state: Tree,
+        frozen: Tree,
+        batch: Batch,
+        key: jax.Array | None,
+        scale: jax.Array | None = None,
+    ) -> tuple[Tree, tuple[Loss, Tree]]:
         params = StageParams(trainable, frozen, model_state)
         parts = split_batch(batch, cut.microbatches)
-        assemble = assembler(spec, compute, key)
-        pipeline = Pipeline(cut, program, assemble, score)
-        sums, loss = pipeline_sums(
+        pipeline = Pipeline(cut, program, build_assemble(spec, compute, key), score)
+        gradients, loss = pipeline_sums(
             pipeline, params, names, parts, key, scale, backward=backward
         )
-        return sums, (loss, model_state)
+        return gradients, (loss, model_state)
 
     return pipelined
 
 
-def assembler(
+def build_assemble(
     spec: ModelSpec, compute: str, key: jax.Array | None
 ) -> Callable[[StageParams], Any]:
-    """Returns the function that makes a stage's part of a model of its arrays.
+    """Builds the function that makes a stage's part of a model from its arrays.
 
     Args:
-      key: see `ModelSpec.assemble`.
+      spec: the model with blocks by stage.
+      compute: dtype of matrix products and activations.
+      key: key of the model's random streams; see `ModelSpec.assemble`.
     """
 
-    def assemble(part: StageParams):
+    def assemble(part: StageParams) -> Any:
         trained = part.trained
         frozen = part.frozen
         if not spec.casts_itself:
-            trained = _with_whole_edges(trained)
-            frozen = _with_whole_edges(frozen)
-        return assembled(spec, compute, trained, part.model_state, frozen, key)
+            trained = _gather_edges(trained)
+            frozen = _gather_edges(frozen)
+        return assemble_model(spec, compute, trained, part.model_state, frozen, key=key)
 
     return assemble
 
 
-def _with_whole_edges(tree: Tree) -> Tree:
-    """Returns the parameters in a region with those that are not in the blocks
-    gathered.
+def _gather_edges(tree: Tree) -> Tree:
+    """Gathers the parameters outside of the blocks, within a manual region.
 
-    XLA's partitioner aborts on an index into a table that devices of a region share out
-    ("Check failed: partition_group_list", spmd_partitioner_util.cc). `jaxdist.ops` look
-    up without an index.
+    XLA's partitioner aborts on an index into a table that is sharded in such a region
+    ("Check failed: partition_group_list", spmd_partitioner_util.cc). The embeddings of
+    `jaxdist.ops` need no index, so models built of them are not gathered.
     """
     now = execution.current()
-    whole = P()
+    whole = P()  # type: ignore[no-untyped-call]  # jax is untyped
     return {
         name: part
         if name in STACKED
@@ -141,11 +183,18 @@ def _with_whole_edges(tree: Tree) -> Tree:
     }
 
 
-def assembled(
-    spec: ModelSpec, compute: str, trainable, model_state, frozen, key
+def assemble_model(
+    spec: ModelSpec,
+    compute: str,
+    trainable: Tree,
+    model_state: Tree,
+    frozen: Tree,
+    *,
+    key: jax.Array | None,
 ) -> Any:
-    """Returns the model, its parameters (not its state) in the compute dtype unless it
-    casts them itself.
+    """Makes the model from its arrays, with its parameters in the compute dtype.
+
+    The model's state keeps its dtype, and so do parameters that the model casts itself.
     """
     if not spec.casts_itself:
         trainable, frozen = precision.cast((trainable, frozen), compute)
@@ -163,21 +212,22 @@ def sum_gradients(
     once: tuple[str, ...] = (),
     scale: jax.Array | None = None,
 ) -> Sums:
-    """Returns gradient and loss sums over a global batch, in `accumulation` sequential
-    parts.
+    """Sums gradients and losses over a global batch, part by part.
 
-    Sums and counts are added up and divided by nobody here: the caller divides once by
-    the global count, so parts with unequal counts (packing, padding) weigh as they do
-    in one piece.
+    The caller divides the sums by the global count. So parts with unequal counts
+    (packing, padding) weigh as in a batch that is not cut.
 
     Args:
-      gradient_of: `build_pipelined`, or the gradient of `build_objective`.
+      gradient_of: function of `build_pipelined`, or the gradient of `build_objective`.
+      state: the state, whose parameters and model state are read.
+      batch: the global batch.
+      key: the step's random key.
+      accumulation: number of parts, which are computed one after another.
       names: logical names of the model's arrays.
-      once: mesh axes over which the parts are added up unreduced, and summed once at
-        the end. A model then sees a replica's samples alone (`reduction.choose`), and
-        the batch divides by these axes.
-      scale: of the loss where its gradient begins, for all parts; the sums come out
-        without it.
+      once: mesh axes over which gradients are reduced once, after all parts. A model
+        then sees only the samples of its replica (`reduction.choose`). The batch must be
+        divisible by these axes.
+      scale: loss scale of all parts. The returned sums are unscaled.
     """
 
     def all_parts(
@@ -196,15 +246,20 @@ def sum_gradients(
     gradients, loss = execution.region(
         lambda *arrays: _summed(all_parts(*arrays), names.trained, once),
         axes,
-        in_specs=(specs, P(once), P(), P()),
-        out_specs=(specs.trained, P()),
+        in_specs=(specs, P(once), P(), P()),  # type: ignore[no-untyped-call]  # jax is untyped
+        out_specs=(specs.trained, P()),  # type: ignore[no-untyped-call]  # jax is untyped
     )(params, batch, key, scale)
-    gradients = loss_scale.unscaled(_laid_out(gradients, names.trained), scale)
+    gradients = loss_scale.unscaled(_shard_gradients(gradients, names.trained), scale)
     return Sums(gradients, loss, state.model_state)
 
 
 def _sum_parts(
-    gradient_of: PartSums, params: StageParams, batch, key, accumulation: int, names
+    gradient_of: PartSums,
+    params: StageParams,
+    batch: Batch,
+    key: jax.Array,
+    accumulation: int,
+    names: Tree,
 ) -> Sums:
     trainable, frozen, model_state = params
 
@@ -213,37 +268,42 @@ def _sum_parts(
             trainable, model_state, frozen, part, key
         )
         return Sums(
-            _laid_out(gradients, names), loss, after if accumulation == 1 else {}
+            gradients=_shard_gradients(gradients, names),
+            loss=loss,
+            model_state=after if accumulation == 1 else {},
         )
 
     if accumulation == 1:
         return part_sums(batch)
     parts = split_batch(batch, accumulation)
     abstract = jax.eval_shape(part_sums, jax.tree.map(lambda x: x[0], parts))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
-    zeros = zeros._replace(gradients=_laid_out(zeros.gradients, names))
+    zeros: Sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
+    zeros = zeros._replace(gradients=_shard_gradients(zeros.gradients, names))
 
-    def add(total: Sums, part: Batch):
+    def add(total: Sums, part: Batch) -> tuple[Sums, None]:
         return jax.tree.map(jnp.add, total, part_sums(part)), None
 
-    return jax.lax.scan(add, zeros, parts)[0]._replace(model_state=model_state)
+    sums, _ = jax.lax.scan(add, zeros, parts)
+    return sums._replace(model_state=model_state)
 
 
 def _summed(sums: Sums, names: Tree, axes: tuple[str, ...]) -> tuple[Tree, Loss]:
-    """Returns a replica's sums of gradients and losses, added up over manual axes."""
+    """Sums the gradients and losses of replicas over manual axes."""
     reduce = execution.current().reduce
 
-    def total(gradient: jax.Array, own) -> jax.Array:
-        sent = gradient.astype(reduction.sent_dtype(own, gradient.shape, reduce))
+    def total(gradient: jax.Array, dim_names: Names) -> jax.Array:
+        sent = gradient.astype(reduction.sent_dtype(dim_names, gradient.shape, reduce))
         return execution.sum_over(sent, axes).astype(jnp.float32)
 
-    return jax.tree.map(total, sums.gradients, names), jax.lax.psum(sums.loss, axes)
+    return jax.tree.map(total, sums.gradients, names), jax.lax.psum(sums.loss, axes)  # type: ignore[no-untyped-call]  # jax is untyped
 
 
-def _laid_out(gradients: Tree, names: Tree) -> Tree:
-    """Returns float32 gradients in the gradients' sharding (a no-op where ops did it
-    already).
-    """
+def _shard_gradients(gradients: Tree, names: Tree) -> Tree:
+    """Gives gradients their sharding, in float32. Most ops have done so already."""
     return jax.tree.map(
-        lambda g, own: execution.scatter(g.astype(jnp.float32), own), gradients, names
+        lambda gradient, dim_names: execution.scatter(
+            gradient.astype(jnp.float32), dim_names
+        ),
+        gradients,
+        names,
     )

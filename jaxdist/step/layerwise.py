@@ -1,11 +1,10 @@
-"""An optimizer update that goes through the layers one by one, for state in the host's
-memory.
+"""An optimizer update that goes layer by layer, for moments in the host's memory.
 
-A whole tree that a step moves in and out saves nothing: the compiler brings over all of
-it at once. So a loop over the layers takes a layer's moments from the host, updates its
-parameters in place and writes the moments back where they came from. Parameters that
-are no layer's follow, one after another. Vectors (norm scales, biases) stay on the
-device: their many small copies would cost more time than they hold bytes.
+If a step moved whole trees between host and device, the compiler would copy all of them
+at once, and nothing would be saved. So a loop over the layers copies the moments of a
+layer from the host, updates its parameters in place and writes the moments back.
+Parameters outside of the layers follow one by one. Vectors (norm scales, biases) stay on
+the device: their many small copies would take more time than their bytes are worth.
 """
 
 import math
@@ -24,62 +23,61 @@ from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import Tree
 from jaxdist.protocols.param_names import STACKED, STACKS, Names
 
-Leaves = dict[str, Any]  # of a tree, by name
+Leaves = dict[str, Any]  # leaves of a tree by name
 
 
 class Trained(NamedTuple):
-    """What an update changes: trees, or their leaves by name."""
+    """The trees that an update changes, or their leaves by name."""
 
     params: Any
     moments: Any
-    ema: Any  # None without a moving average
+    ema: Any  # None = the run has no moving average
 
 
 class Scalars(NamedTuple):
-    """What all parameters are updated with."""
+    """The scalars of an update, equal for all parameters."""
 
-    scale: jax.Array  # of summed gradients
-    rate: jax.Array  # of updates
-    good: jax.Array  # False: nothing changes
+    scale: jax.Array  # factor of the summed gradients
+    rate: jax.Array  # factor of the updates
+    good: jax.Array  # False = the update is skipped
 
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters that are updated together: a stack's, layer by layer, or one that is
-    no layer's.
-    """
+    """Parameters that are updated together: a stack, all vectors, or a single one."""
 
-    names: dict[str, Names]  # parameter -> its logical names
-    transform: optax.GradientTransformation  # of these parameters alone
-    loop: tuple[int, ...] = ()  # dims that count layers
-    waits: bool = True  # its moments are in the host's memory
+    names: dict[str, Names]  # logical names of each parameter, by the parameter's name
+    transform: optax.GradientTransformation  # optimizer of these parameters only
+    layer_dims: tuple[int, ...] = ()  # dims that count layers
+    waits: bool = True  # whether its moments wait in the host's memory
 
 
 @dataclass(frozen=True)
 class LayerwiseUpdate:
-    """How parameters, their moments and their moving average change, a part after
-    another.
-    """
+    """The update of all parameters, their moments and their average, part by part."""
 
     parts: tuple[Part, ...]
     ema_decay: float
-    memory_kind: str = HOST  # where moments wait; "device" to compare with
+    memory_kind: str = HOST  # where moments wait; "device" serves comparisons
 
     def apply(self, before: Trained, gradients: Tree, scalars: Scalars) -> Trained:
-        """Returns the trees after an update by summed gradients."""
+        """Updates the trees by summed gradients."""
         leaves = Trained(*map(trees.flatten_names, before))
-        slopes = trees.flatten_names(gradients)
+        all_gradients = trees.flatten_names(gradients)
         after = Trained(*map(dict, leaves))
         done = Leaves()
         for part in self.parts:
-            # One part after another: else the moments of several may be on the device
-            # at once.
-            own, done = jax.lax.optimization_barrier(
-                ({name: slopes[name] for name in part.names}, done)
+            # The barrier orders the parts. Without it, the moments of several parts may
+            # be on the device at once.
+            part_gradients, done = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]  # jax is untyped
+                ({name: all_gradients[name] for name in part.names}, done)
             )
             after.params.update(done)
-            # What is no parameter's (a count) each part reads as it was.
-            new = self._update_layers(part, _of_part(part, leaves), own, scalars)
+            # State that belongs to no parameter, such as a count, enters each part with
+            # its old value.
+            new = self._update_layers(
+                part, _of_part(part, leaves), part_gradients, scalars
+            )
             for tree, changed in zip(after, new, strict=True):
                 tree.update(changed)
             done = new.params
@@ -90,7 +88,7 @@ class LayerwiseUpdate:
         shapes = trees.flatten_names(abstract.params)
         held = {name for part in self.parts if part.waits for name in part.names}
 
-        def waits(path, leaf: Any) -> bool:
+        def waits(path: tuple[Any, ...], leaf: Any) -> bool:
             owner = _owner(trees.join(path), shapes)
             return (
                 self.memory_kind == HOST
@@ -98,55 +96,59 @@ class LayerwiseUpdate:
                 and leaf.shape == shapes[owner].shape
             )
 
-        moments, ema = (
-            jax.tree_util.tree_map_with_path(waits, tree) for tree in abstract[1:]
+        return Trained(
+            params=jax.tree.map(lambda _: False, abstract.params),
+            moments=jax.tree_util.tree_map_with_path(waits, abstract.moments),
+            ema=jax.tree_util.tree_map_with_path(waits, abstract.ema),
         )
-        return Trained(jax.tree.map(lambda _: False, abstract.params), moments, ema)
 
     def _update_layers(
         self, part: Part, before: Trained, gradients: Leaves, scalars: Scalars
     ) -> Trained:
-        """Returns the leaves of a part after its update."""
+        """Updates the leaves of a part, layer by layer."""
         if not part.waits:
             return self._update(part, before, gradients, scalars)
-        sizes = [next(iter(before.params.values())).shape[dim] for dim in part.loop]
-        # One that is no layer's has a loop, too, of one turn if the step is good: what
-        # a loop reads cannot be fetched before it, and otherwise the compiler fetches
-        # such moments while layers need the memory.
+        stack = next(iter(before.params.values()))
+        sizes = [stack.shape[dim] for dim in part.layer_dims]
+        # A single parameter also gets a loop, with one turn if the step is good. The
+        # compiler cannot move a loop's reads before the loop. Otherwise it would fetch
+        # the moments while layers need the memory.
         turns = math.prod(sizes) if sizes else scalars.good.astype(jnp.int32)
 
-        def body(i: jax.Array, now: Trained) -> Trained:
-            at = (
-                dict(zip(part.loop, jnp.unravel_index(i, sizes), strict=True))
-                if sizes
-                else {}
-            )
+        def update_layer(i: jax.Array, now: Trained) -> Trained:
+            place: dict[int, jax.Array] = {}
+            if sizes:
+                numbers = jnp.unravel_index(i, sizes)
+                place = dict(zip(part.layer_dims, numbers, strict=True))
 
-            def layer(name: str, stack: jax.Array, first: jax.Array) -> jax.Array:
-                # What is no parameter's (a count) is the same for all layers: it moves
-                # once.
-                return (
-                    to_device(_cut(stack, at)) if _owner(name, before.params) else first
-                )
+            # State that belongs to no parameter, such as a count, is the same for all
+            # layers. It changes once: each layer reads its first value.
+            def read(name: str, stack: jax.Array, first: jax.Array) -> jax.Array:
+                if not _owner(name, before.params):
+                    return first
+                return to_device(_cut(stack, place))
 
-            def written(name: str, stack: jax.Array, new: jax.Array) -> jax.Array:
-                return _put(stack, new, at) if _owner(name, before.params) else new
+            def write(name: str, stack: jax.Array, layer: jax.Array) -> jax.Array:
+                if not _owner(name, before.params):
+                    return layer
+                return _put(stack, layer, place)
 
             old = Trained(
-                *(_map_named(layer, *pair) for pair in zip(now, before, strict=True))
+                *(_map_named(read, *pair) for pair in zip(now, before, strict=True))
             )
-            own = {name: _cut(x, at) for name, x in gradients.items()}
-            new = _put_back(self._update(part, old, own, scalars), now)
+            layer_gradients = {name: _cut(x, place) for name, x in gradients.items()}
+            new = _put_back(self._update(part, old, layer_gradients, scalars), now)
             return Trained(
-                *(_map_named(written, *pair) for pair in zip(now, new, strict=True))
+                *(_map_named(write, *pair) for pair in zip(now, new, strict=True))
             )
 
-        return jax.lax.fori_loop(0, turns, body, before)
+        after: Trained = jax.lax.fori_loop(0, turns, update_layer, before)
+        return after
 
     def _update(
         self, part: Part, before: Trained, gradients: Leaves, scalars: Scalars
     ) -> Trained:
-        """Returns the leaves of a part, or of one layer of it, after its update."""
+        """Updates the leaves of a part, or of one of its layers."""
         scaled = {
             name: _as_state(g * scalars.scale, part.names[name])
             for name, g in gradients.items()
@@ -167,9 +169,10 @@ class LayerwiseUpdate:
             for name, e in before.ema.items()
         }
         after = Trained(new, trees.flatten_names(state), ema)
-        return jax.tree.map(
+        kept: Trained = jax.tree.map(
             lambda new, old: jnp.where(scalars.good, new, old), after, before
         )
+        return kept
 
 
 def build_parts(
@@ -177,19 +180,22 @@ def build_parts(
     names: Tree,
     transform_of: Callable[[Tree], optax.GradientTransformation],
 ) -> tuple[Part, ...]:
-    """Returns the parts of trained parameters: all vectors, each stack's others, then
-    each other one.
+    """Divides the trained parameters into parts.
+
+    The first part has all vectors. A part for each stack follows, and then a part for
+    each other parameter.
 
     Args:
-      names: logical names; those of a pipeline's stack dims with them.
-      transform_of: the optimizer of parameters with these roles, the same for each
-        layer and parameter.
+      roles: role of each parameter.
+      names: logical names of each parameter, with those of a pipeline's stack dims.
+      transform_of: makes the optimizer of parameters from their roles. It must treat
+        each layer and parameter independently.
     """
     by_name = trees.flatten_names(roles)
     leaves = jax.tree_util.tree_leaves_with_path(
         names, is_leaf=lambda x: isinstance(x, tuple)
     )
-    named = {trees.join(path): own for path, own in leaves}
+    names_of = {trees.join(path): dims for path, dims in leaves}
     groups: dict[str, list[str]] = {}
     for name, role in by_name.items():
         top = name.partition(trees.SEPARATOR)[0]
@@ -198,35 +204,38 @@ def build_parts(
             group = ""
         groups.setdefault(group, []).append(name)
 
-    def part(group: str, members: list[str]) -> Part:
-        own = {name: named[name] for name in members}
-        stack = (0, 2) if own[members[0]][:3] == STACKS[:3] else (0,)
-        transform = transform_of(
-            trees.unflatten_names({name: by_name[name] for name in members})
-        )
+    def build_part(group: str, members: list[str]) -> Part:
+        layer_dims: tuple[int, ...] = ()
+        if group in STACKED:
+            by_stage = names_of[members[0]][:3] == STACKS[:3]
+            layer_dims = (0, 2) if by_stage else (0,)
+        member_roles = trees.unflatten_names({name: by_name[name] for name in members})
         return Part(
-            own, transform, stack if group in STACKED else (), waits=group != ""
+            names={name: names_of[name] for name in members},
+            transform=transform_of(member_roles),
+            layer_dims=layer_dims,
+            waits=group != "",
         )
 
     order = sorted(groups, key=lambda group: (group != "", group not in STACKED))
-    return tuple(part(group, groups[group]) for group in order)
+    return tuple(build_part(group, groups[group]) for group in order)
 
 
 def _of_part(part: Part, leaves: Trained) -> Trained:
-    """Returns the leaves that a part reads and changes."""
+    """Selects the leaves that a part reads and changes."""
     params = {name: leaves.params[name] for name in part.names}
     state = jax.eval_shape(part.transform.init, trees.unflatten_names(params))
-    moments = {name: leaves.moments[name] for name in trees.flatten_names(state)}
     return Trained(
-        params,
-        moments,
-        {name: leaves.ema[name] for name in params if name in leaves.ema},
+        params=params,
+        moments={name: leaves.moments[name] for name in trees.flatten_names(state)},
+        ema={name: leaves.ema[name] for name in params if name in leaves.ema},
     )
 
 
 def _owner(name: str, params: Leaves) -> str | None:
-    """Returns the parameter that a leaf of the optimizer's state belongs to: its name
-    ends in that one's.
+    """Finds the parameter that a leaf of the optimizer's state belongs to.
+
+    The leaf's name ends with the parameter's name.
     """
     keys = name.split(trees.SEPARATOR)
     ends = (trees.SEPARATOR.join(keys[start:]) for start in range(len(keys)))
@@ -234,39 +243,47 @@ def _owner(name: str, params: Leaves) -> str | None:
 
 
 def _in_structure(tree: Tree, leaves: Leaves) -> Tree:
-    """Returns the leaves by name in a tree's structure."""
+    """Puts leaves by name into the structure of a tree."""
     return jax.tree.unflatten(
         jax.tree.structure(tree), [leaves[name] for name in trees.flatten_names(tree)]
     )
 
 
 def _map_named(
-    function: Callable[..., jax.Array], leaves: Leaves, others: Leaves
+    function: Callable[[str, jax.Array, jax.Array], jax.Array],
+    leaves: Leaves,
+    others: Leaves,
 ) -> Leaves:
     return {name: function(name, x, others[name]) for name, x in leaves.items()}
 
 
-def _cut(x: jax.Array, at: dict[int, jax.Array]) -> jax.Array:
-    """Returns one layer of a stack, its stack dims kept."""
-    for dim, i in at.items():
+def _cut(x: jax.Array, place: dict[int, jax.Array]) -> jax.Array:
+    """Cuts one layer out of a stack; the stack dims stay, with size 1.
+
+    Args:
+      x: the stack.
+      place: index of the layer by stack dim.
+    """
+    for dim, i in place.items():
         x = jax.lax.dynamic_slice_in_dim(x, i, 1, dim)
     return x
 
 
-def _put(x: jax.Array, layer: jax.Array, at: dict[int, jax.Array]) -> jax.Array:
-    """Returns a stack with one layer replaced."""
-    return jax.lax.dynamic_update_slice(
-        x, layer, [at.get(dim, 0) for dim in range(x.ndim)]
-    )
+def _put(x: jax.Array, layer: jax.Array, place: dict[int, jax.Array]) -> jax.Array:
+    """Replaces one layer of a stack."""
+    starts = [place.get(dim, 0) for dim in range(x.ndim)]
+    return jax.lax.dynamic_update_slice(x, layer, starts)
 
 
 def _put_back(after: Trained, before: Trained) -> Trained:
-    """Moves what was computed on the device to the memory where it was before."""
-    return jax.tree.map(
+    """Moves new arrays to the host's memory if the old ones are there."""
+    moved: Trained = jax.tree.map(
         lambda new, old: to_host(new) if on_host(old) else new, after, before
     )
+    return moved
 
 
 def _as_state(x: jax.Array, names: Names) -> jax.Array:
-    """Returns x laid out as optimizer state: each shard updates its own part."""
-    return execution.current().lay_out(x, Rules.state, names)
+    """Gives an array the sharding of the optimizer's state."""
+    sharded: jax.Array = execution.current().lay_out(x, Rules.state, names)
+    return sharded

@@ -1,12 +1,12 @@
-"""A dynamic loss scale: float16's narrow range, moved to where the gradients are.
+"""A dynamic loss scale, which keeps gradients in the narrow range of float16.
 
-Below 6e-8 float16 has nothing but zero, above 65,504 nothing but infinity, and
-gradients of a mean loss are often smaller. So the backward pass begins with a power of
-two instead of 1, and gradients are divided by it in float32 before anything looks at
-them. Powers of two move exponents: where nothing overflows or vanishes, no bit of a
-gradient changes. The sequence is that of `torch.amp.GradScaler`: an update whose
-gradients are not finite is left out and halves the scale, some good ones in a row
-double it.
+float16 rounds numbers below 6e-8 to zero and numbers above 65,504 to infinity.
+Gradients of a mean loss are often smaller. So the backward pass starts with a power of
+two instead of 1, and the gradients are divided by it in float32. A power of two changes
+exponents only, so no bit of a gradient changes unless it overflows or vanishes.
+
+The scale follows the rule of `torch.amp.GradScaler`. An update with non-finite
+gradients is skipped and halves the scale. A number of good updates in a row doubles it.
 """
 
 import math
@@ -20,84 +20,91 @@ from jaxdist.parallel.precision import GROWTH_INTERVAL, LOSS_SCALE
 from jaxdist.protocols.model import Batch
 from jaxdist.protocols.model_spec import Tree
 
-# the scale stays above; torch's goes on to zero, and then everything is NaN
+# Smallest scale. The scale of torch falls to zero, and then all gradients are NaN.
 FLOOR = 2.0**-24
 
 
 class LossScale(NamedTuple):
-    """The scale and what moves it, a part of the train state."""
+    """The loss scale in the train state."""
 
-    scale: jax.Array  # float32, a power of two: of the mean loss
-    good_steps: jax.Array  # int32, since the scale changed
-    skips: jax.Array  # int32, updates left out because of the scale
+    scale: jax.Array  # float32, factor of the mean loss; a power of two
+    good_steps: jax.Array  # int32, updates since the scale changed
+    skips: jax.Array  # int32, updates skipped because of the scale
 
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """How a loss scale begins and grows."""
+    """The rule by which a loss scale starts and changes."""
 
     initial: float = LOSS_SCALE  # a power of two
-    growth_interval: int = GROWTH_INTERVAL  # good steps in a row after which it doubles
+    # good updates in a row after which the scale doubles
+    growth_interval: int = GROWTH_INTERVAL
 
     def init(self) -> LossScale:
-        """Returns the state of a new run."""
-        return LossScale(jnp.float32(self.initial), jnp.int32(0), jnp.int32(0))
+        """Makes the scale of a new run."""
+        return LossScale(
+            scale=jnp.float32(self.initial),
+            good_steps=jnp.int32(0),
+            skips=jnp.int32(0),
+        )
 
     def after(
         self, state: LossScale, finite: jax.Array, by_scale: jax.Array
     ) -> LossScale:
-        """Returns the state after a step.
+        """Computes the scale after a step.
 
         Args:
-          finite: whether all gradients were.
-          by_scale: whether the update was left out because of the scale.
+          state: the scale before the step.
+          finite: whether all gradients were finite.
+          by_scale: whether the update was skipped because of the scale.
         """
-        steps = state.good_steps + 1
-        grows = finite & (steps == self.growth_interval)
+        good_steps = state.good_steps + 1
+        grows = finite & (good_steps == self.growth_interval)
         doubled = jnp.where(
             grows & jnp.isfinite(2 * state.scale), 2 * state.scale, state.scale
         )
-        scale = jnp.where(finite, doubled, jnp.maximum(state.scale / 2, FLOOR))
         return LossScale(
-            scale, jnp.where(finite & ~grows, steps, 0), state.skips + by_scale
+            scale=jnp.where(finite, doubled, jnp.maximum(state.scale / 2, FLOOR)),
+            good_steps=jnp.where(finite & ~grows, good_steps, 0),
+            skips=state.skips + by_scale,
         )
 
 
 def factor(state: LossScale, batch: Batch) -> jax.Array:
-    """Computes what multiplies a step's sum of losses, a power of two.
+    """Computes the factor of a step's sum of losses, a power of two.
 
-    The scale is of the mean, as torch's is, up to the next power of two of the step's
-    targets.
+    `state.scale` is the factor of the mean loss, as in torch. The sum needs this factor
+    divided by the number of targets, rounded up to a power of two.
 
     Args:
+      state: the loss scale.
       batch: the step's whole batch.
     """
-    targets = (
-        batch["weights"].size
-        if "weights" in batch
-        else next(iter(batch.values())).shape[0]
-    )
+    if "weights" in batch:
+        targets = batch["weights"].size
+    else:
+        targets = next(iter(batch.values())).shape[0]
     return state.scale * 2.0 ** -math.ceil(math.log2(targets))
 
 
 def unscaled(gradients: Tree, factor: jax.Array | None) -> Tree:
-    """Returns float32 gradients as they are without a factor; None: they have none."""
+    """Divides float32 gradients by the factor of the loss; None: they have none."""
     if factor is None:
         return gradients
-    # exact. Of one division by another XLA makes a product with a rounded inverse
+    # The inverse of a power of two is exact. XLA would turn a division of each gradient
+    # into a product with a rounded inverse.
     inverse = 1 / factor
     return jax.tree.map(lambda g: g * inverse, gradients)
 
 
 def is_cause(state: LossScale, finite: jax.Array, loss: jax.Array) -> jax.Array:
-    """Tests whether the scale can be why gradients are not finite: above its floor,
-    with a finite loss.
+    """Tests whether the scale may have made gradients non-finite.
+
+    It cannot be the cause if the loss is not finite, or if the scale is at its floor.
     """
     return ~finite & jnp.isfinite(loss) & (state.scale > FLOOR)
 
 
 def scaled_metrics(before: LossScale, after: LossScale) -> dict[str, jax.Array]:
-    """Returns a step's figures: the scale that it had, and the updates left out for
-    scales so far.
-    """
+    """Reports the scale of a step, and the updates skipped for the scale so far."""
     return {"loss_scale": before.scale, "loss_scale_skips": after.skips}

@@ -1,6 +1,4 @@
-"""An abstract look at a model's own code, before anything compiles: can it be trained
-as asked?
-"""
+"""Checks of a model's code, made by tracing it before anything compiles."""
 
 import inspect
 import traceback
@@ -24,8 +22,11 @@ METRICS = "metrics(self, batch) -> {name: sum, or (sum, count)}; rename it if it
 
 
 def faults(spec: ModelSpec, *, stages: int = 1) -> Iterator[str]:
-    """Yields what can be said without a batch: methods that are missing, random streams
-    in a pipeline.
+    """Yields the faults of a model that show without a batch.
+
+    Args:
+      spec: the model with flat blocks.
+      stages: stages of the pipeline; 1 = no pipeline.
     """
     name = spec.model_class.__name__
     yield from spec.objective.faults(spec.abstract_model, spec.staged)
@@ -46,25 +47,30 @@ def faults(spec: ModelSpec, *, stages: int = 1) -> Iterator[str]:
 def check_model(
     spec: ModelSpec, batch: Mapping[str, Any], *, accumulation: int = 1, stages: int = 1
 ) -> list[str]:
-    """Lists why the model cannot be trained so on such batches; [] if it can.
+    """Lists the reasons why a model cannot be trained on such batches.
 
-    A start asks twice, before the data is opened and when the step is traced: the model
-    is traced once.
+    A start calls this before it opens the data, and again when it traces the step. The
+    model is traced only once.
 
     Args:
-      spec: with flat blocks.
-      batch: of arrays or of their shapes.
-      stages: of a pipeline.
+      spec: the model with flat blocks.
+      batch: arrays or their shapes, by name.
+      accumulation: parts of a batch.
+      stages: stages of the pipeline; 1 = no pipeline.
+
+    Returns:
+      The reasons; [] if the model can be trained.
     """
     shapes = frozenset(
         (name, x.shape, jax.numpy.dtype(x.dtype)) for name, x in batch.items()
     )
-    asked = (shapes, accumulation, stages)
-    if asked in spec.passed:
+    case = (shapes, accumulation, stages)
+    if case in spec.passed:
         return []
     causes = list(faults(spec, stages=stages))
     if causes:
         return causes
+    # the method under test, for `_blame`
     part = f"{type(spec.objective).__name__}.prepare(modules, batch)"
     try:
         prepared = abstract_batch(spec, batch)
@@ -74,8 +80,34 @@ def check_model(
         _trace_metrics(spec, prepared)
     except ConfigError as error:
         return list(error.faults)
-    except Exception as error:  # anything may happen in a model's code
+    except Exception as error:  # a model's code may raise anything
         return [_blame(spec, part, batch, error)]
+    causes = _state_faults(
+        spec, stats=stats, changed=changed, accumulation=accumulation, stages=stages
+    )
+    if not causes:
+        spec.passed.add(case)
+    return causes
+
+
+def _state_faults(
+    spec: ModelSpec,
+    *,
+    stats: list[str],
+    changed: list[str],
+    accumulation: int,
+    stages: int,
+) -> list[str]:
+    """Lists the faults of a model's stats, and of the variables that it changes.
+
+    Args:
+      spec: the model with flat blocks.
+      stats: names of the stats that `loss` returns.
+      changed: paths of the variables that `loss` changes.
+      accumulation: parts of a batch.
+      stages: stages of the pipeline; 1 = no pipeline.
+    """
+    causes = []
     name = spec.model_class.__name__
     if stats and not callable(getattr(spec.model_class, "update", None)):
         causes.append(
@@ -89,24 +121,22 @@ def check_model(
         )
     coupled = [path for path in changed if path not in parameters]
     if coupled and (accumulation > 1 or stages > 1):
-        setting = (
-            f"mesh.pipeline={stages}"
-            if stages > 1
-            else f"batch.accumulation={accumulation}"
-        )
+        setting = f"batch.accumulation={accumulation}"
+        if stages > 1:
+            setting = f"mesh.pipeline={stages}"
         causes.append(
             f"{setting}: {name}.loss changes its state ({', '.join(coupled[:3])}) by the samples it sees "
             f"together, so parts of a step would not add up to the whole; set it to 1, or return sums in "
             f"`stats` and change the state in update(self, stats)"
         )
-    if not causes:
-        spec.passed.add(asked)
     return causes
 
 
 def _trace(spec: ModelSpec, batch: Batch) -> tuple[list[str], list[str]]:
-    """Returns the names of the stats, and the paths of all variables that `loss`
-    changes.
+    """Traces the loss of a model.
+
+    Returns:
+      The names of its stats, and the paths of all variables that it changes.
     """
     stats: list[str] = []
 
@@ -119,7 +149,7 @@ def _trace(spec: ModelSpec, batch: Batch) -> tuple[list[str], list[str]]:
         return spec.arrays_of(model), loss
 
     parts = (spec.trainable, spec.model_state, spec.frozen)
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}  # type: ignore[no-untyped-call]  # jax is untyped
     jaxpr = jax.make_jaxpr(run)(
         parts, shapes, jax.eval_shape(lambda: jax.random.key(0))
     ).jaxpr
@@ -132,8 +162,10 @@ def _trace(spec: ModelSpec, batch: Batch) -> tuple[list[str], list[str]]:
 
 
 def _origin(jaxpr: Jaxpr, var: Var | Literal) -> Var | None:
-    """Returns the input that an output is, handed on by whatever calls; None if it was
-    computed.
+    """Finds the input that an output passes on unchanged, through nested calls.
+
+    Returns:
+      The input; None if the output was computed.
     """
     makers = {out: (eqn, i) for eqn in jaxpr.eqns for i, out in enumerate(eqn.outvars)}
     while not isinstance(var, Literal) and var in makers:
@@ -142,19 +174,18 @@ def _origin(jaxpr: Jaxpr, var: Var | Literal) -> Var | None:
         if inner is None:
             return None
         inner = getattr(inner, "jaxpr", inner)
-        came = _origin(inner, inner.outvars[index])
-        if came is None or came not in inner.invars:
+        inner_input = _origin(inner, inner.outvars[index])
+        if inner_input is None or inner_input not in inner.invars:
             return None
-        place = inner.invars.index(came)
+        place = inner.invars.index(inner_input)
         if eqn.primitive.name == "scan":
             consts = eqn.params["num_consts"]
             carried = eqn.params["num_carry"]
-            kept = (
-                place == consts + index
-                if index < carried
-                else place >= consts + carried
-            )
-            if not kept:
+            if index < carried:
+                is_unchanged = place == consts + index
+            else:
+                is_unchanged = place >= consts + carried
+            if not is_unchanged:
                 return None
         elif len(inner.invars) != len(eqn.invars):
             return None
@@ -163,7 +194,11 @@ def _origin(jaxpr: Jaxpr, var: Var | Literal) -> Var | None:
 
 
 def _trace_metrics(spec: ModelSpec, batch: Batch) -> None:
-    """Raises ConfigError if the model's `metrics`, where it has them, are none."""
+    """Traces the model's `metrics`, if it has them.
+
+    Raises:
+      ConfigError: they return something else than metrics.
+    """
 
     def run(parts: tuple[Tree, Tree, Tree], batch: Batch) -> Any:
         return as_metrics(spec.assemble(*parts).metrics(batch), jax.numpy.float32(1))
@@ -173,16 +208,16 @@ def _trace_metrics(spec: ModelSpec, batch: Batch) -> None:
 
 
 def _blame(spec: ModelSpec, part: str, batch: Batch, error: Exception) -> str:
-    """Describes what a model's code stumbled over, where, and what it was given."""
+    """Formats an error of a model's code, with its line and the batch."""
     name = spec.model_class.__name__
-    given = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in batch.items())
+    fields = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in batch.items())
     frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in f.filename
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename
     ]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    what = " ".join(str(error).split())[:300]
+    message = " ".join(str(error).split())[:300]
     if isinstance(error, KeyError):
-        what = f"the batch has no {what}"
-    return f"{name}: {part} failed{where}: {type(error).__name__}: {what}; the batch was {{{given}}}"
+        message = f"the batch has no {message}"
+    return f"{name}: {part} failed{where}: {type(error).__name__}: {message}; the batch was {{{fields}}}"

@@ -1,8 +1,8 @@
-"""The forward program that adds an objective's fields to a batch.
+"""The forward program by which frozen modules add an objective's fields to a batch.
 
-It runs in the step, before the policy's own program: frozen modules compute in the
-parts of the step's accumulation and, where the policy is pipelined, in the stages of
-the same pipeline. Nothing is differentiated, so no activation outlives its layer.
+It runs in the step, before the program of the policy (the model that is trained).
+Frozen modules compute a batch in the same parts as the policy, and in the stages of the
+same pipeline. Nothing is differentiated, so no activation is kept for a backward pass.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,14 +29,15 @@ from jaxdist.protocols.objective import (
     module_terms,
 )
 from jaxdist.step.batch_parts import dim_names, join_parts, split_batch
-from jaxdist.step.gradients import assembled, assembler, names_of
+from jaxdist.step.gradients import assemble_model, build_assemble, names_of
 
-# A module's terms for a batch, from the module's arrays.
+# (arrays of a module, batch) -> the module's terms
 _TermsOf = Callable[[Tree, Batch], Terms]
-_TERMS = "token_terms/"  # before their names, where blocks have stats of their own
+# prefix of terms among the stats of a pipeline, where blocks may have stats, too
+_TERMS = "token_terms/"
 
-# (arrays of the frozen modules, those that the policy computes with, batch) -> (the
-# policy's arrays, batch)
+# (arrays of the frozen modules, arrays of the policy, batch) -> (arrays of the policy,
+# batch with the objective's fields)
 Prepare = Callable[[Tree, Tree, Batch], tuple[Tree, Batch]]
 
 
@@ -48,63 +49,63 @@ def build_prepare(
     accumulation: int,
     counts_targets: bool = True,
 ) -> Prepare:
-    """Returns `prepare(modules, policy, batch) -> (policy, batch)`.
+    """Builds the function that adds the objective's fields to a batch.
 
-    The batch that comes out has the objective's fields. The policy's arrays have the
-    same values; what is computed from them waits for the fields, so that collectives of
-    the two programs keep one order.
+    It returns the policy's arrays unchanged, but the policy's program waits for the
+    fields. So the collectives of the two programs run in one order.
 
     Args:
-      spec: with flat blocks.
-      cut: how the pipeline cuts up the policy; None: no pipeline.
-      compute: dtype of the modules' products and activations.
-      accumulation: sequential parts of the batch.
-      counts_targets: False leaves the count to the objective where blocks have aux
-        terms, too.
+      spec: the model with flat blocks.
+      cut: the pipeline's partition of the policy; None: no pipeline.
+      compute: dtype of the modules' matrix products and activations.
+      accumulation: number of parts of the batch.
+      counts_targets: whether to add the field TARGETS_PER_COUNT if aux terms of blocks
+        need it.
     """
     prepares = spec.objective.prepares
-    terms = {
-        name: _whole_terms(module, compute)
-        if cut is None
-        else _pipelined_terms(module, cut.for_model(module), compute)
-        for name, module in spec.modules.items()
-    }
+    terms: dict[str, _TermsOf] = {}
+    for name, module in spec.modules.items():
+        if cut is None:
+            terms[name] = _whole_terms(module, compute)
+        else:
+            terms[name] = _pipelined_terms(module, cut.for_model(module), compute)
 
     def prepare(modules: Tree, policy: Tree, batch: Batch) -> tuple[Tree, Batch]:
-        def of_part(part: Batch) -> Terms:
+        def fields_of(part: Batch) -> Terms:
             frozen = {
                 name: partial(terms_of, modules[name])
                 for name, terms_of in terms.items()
             }
             return _fields(spec, frozen, part)
 
-        whole = {**batch}
+        extended = {**batch}
         if prepares and accumulation == 1:
-            whole |= of_part(batch)
+            extended |= fields_of(batch)
         elif prepares:
             parts = split_batch(batch, accumulation)
-            whole |= join_parts(jax.lax.map(of_part, parts))
+            extended |= join_parts(jax.lax.map(fields_of, parts))
         if counts_targets:
-            whole |= _targets_per_count(spec, whole)
-        if len(whole) == len(batch):
+            extended |= _targets_per_count(spec, extended)
+        if len(extended) == len(batch):
             return policy, batch
-        whole = _laid_out(whole)
-        return jax.lax.optimization_barrier((policy, whole))
+        extended = _shard_fields(extended)
+        policy, extended = jax.lax.optimization_barrier((policy, extended))  # type: ignore[no-untyped-call]  # jax is untyped
+        return policy, extended
 
     return prepare
 
 
 def abstract_batch(spec: ModelSpec, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns shapes and dtypes of a batch with the objective's fields.
+    """Describes a batch with the objective's fields as ShapeDtypeStructs.
 
     Args:
-      spec: with flat blocks.
-      batch: arrays or their shapes, without these fields.
+      spec: the model with flat blocks.
+      batch: arrays or their shapes by name, without these fields.
 
     Raises:
       ConfigError: the fields do not fit the batch.
     """
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}  # type: ignore[no-untyped-call]  # jax is untyped
 
     def fields(arrays: Mapping[str, Tree], batch: Batch) -> Terms:
         modules = {
@@ -115,7 +116,8 @@ def abstract_batch(spec: ModelSpec, batch: Mapping[str, Any]) -> dict[str, Any]:
         return added | _targets_per_count(spec, {**batch, **added})
 
     arrays = {name: module.frozen for name, module in spec.modules.items()}
-    return shapes | jax.eval_shape(fields, arrays, shapes)
+    added: dict[str, Any] = jax.eval_shape(fields, arrays, shapes)
+    return shapes | added
 
 
 def _fields(
@@ -137,16 +139,20 @@ def _fields(
 
 
 def _targets_per_count(spec: ModelSpec, batch: Batch) -> dict[str, jax.Array]:
-    """Computes the field of that name where aux terms of blocks need it; else {}.
+    """Computes the field TARGETS_PER_COUNT if aux terms of blocks need it.
 
     Args:
+      spec: the model with flat blocks.
       batch: the whole batch of a step, with the objective's fields.
+
+    Returns:
+      The field by name; {} if it is not needed.
     """
     if not aux_over_targets(spec, batch):
         return {}
     assert isinstance(spec.objective, TokenObjective)
     _, terms = _policy_outputs(spec, batch)
-    # Counts depend on the batch alone.
+    # The counts do not depend on the values of the terms.
     zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in terms.items()}
     count = spec.objective.row_losses(zeros, batch).count.sum()
     weights = batch["weights"]
@@ -154,7 +160,7 @@ def _targets_per_count(spec: ModelSpec, batch: Batch) -> dict[str, jax.Array]:
 
 
 def aux_over_targets(spec: ModelSpec, batch: Batch) -> list[str]:
-    """Names the aux terms of blocks that the objective's own count cannot divide."""
+    """Lists the aux terms of blocks that the objective's count cannot divide."""
     objective = spec.objective
     if objective.counts_targets or not isinstance(objective, TokenObjective):
         return []
@@ -165,7 +171,7 @@ def aux_over_targets(spec: ModelSpec, batch: Batch) -> list[str]:
 
 
 def _policy_outputs(spec: ModelSpec, batch: Batch) -> tuple[Terms, Terms]:
-    """Returns the shapes of the aux terms of the policy's blocks, and of its terms."""
+    """Describes the aux terms of the policy's blocks, and the policy's terms."""
 
     def outputs(parts: tuple[Tree, Tree, Tree], batch: Batch) -> tuple[Terms, Terms]:
         model = spec.assemble(*parts)
@@ -173,39 +179,43 @@ def _policy_outputs(spec: ModelSpec, batch: Batch) -> tuple[Terms, Terms]:
         return aux, as_terms(model.token_terms(x, batch), batch)
 
     parts = (spec.trainable, spec.model_state, spec.frozen)
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}  # type: ignore[no-untyped-call]  # jax is untyped
     with execution.activate():
-        return jax.eval_shape(outputs, parts, shapes)
+        described: tuple[Terms, Terms] = jax.eval_shape(outputs, parts, shapes)
+    return described
 
 
 def _whole_terms(module: ModelSpec, compute: str) -> _TermsOf:
-    """Returns the terms of a module that no pipeline cuts up."""
+    """Builds the function that computes a module's terms without a pipeline."""
 
     def terms_of(arrays: Tree, batch: Batch) -> Terms:
-        return module_terms(assembled(module, compute, {}, {}, arrays, None), batch)
+        model = assemble_model(module, compute, {}, {}, arrays, key=None)
+        return module_terms(model, batch)
 
     return terms_of
 
 
 def _pipelined_terms(module: ModelSpec, cut: Staging, compute: str) -> _TermsOf:
-    """Returns the terms of a module whose layers lie on the stages of a pipeline."""
+    """Builds the function that computes a module's terms in a pipeline."""
     program = cut.program()
     staged = cut.staged_spec(module)
     names = names_of(staged)
 
     def score(model: Any, x: jax.Array, microbatch: Batch, number: jax.Array) -> Loss:
-        """Puts the terms of a microbatch at its number; others are zeros, so that the
-        sum over microbatches has the terms of all.
+        """Returns the terms of a microbatch as stats, [microbatches, ...].
+
+        The rows of other microbatches are zero, so the pipeline's sum over microbatches
+        has the terms of all.
         """
         terms = as_terms(model.token_terms(x, microbatch), microbatch)
-        placed = {}
-        for name, x in terms.items():
-            zeros = jnp.zeros((cut.microbatches, *x.shape), x.dtype)
-            placed[_TERMS + name] = zeros.at[number].set(x)
-        return Loss(jnp.float32(0), jnp.float32(0), {}, placed)
+        rows = {}
+        for name, term in terms.items():
+            zeros = jnp.zeros((cut.microbatches, *term.shape), term.dtype)
+            rows[_TERMS + name] = zeros.at[number].set(term)
+        return Loss(sum=jnp.float32(0), count=jnp.float32(0), aux={}, stats=rows)
 
     def terms_of(arrays: Tree, batch: Batch) -> Terms:
-        pipeline = Pipeline(cut, program, assembler(staged, compute, None), score)
+        pipeline = Pipeline(cut, program, build_assemble(staged, compute, None), score)
         params = StageParams({}, arrays, {})
         parts = split_batch(batch, cut.microbatches)
         _, loss = pipeline_sums(pipeline, params, names, parts, None, backward=False)
@@ -220,7 +230,7 @@ def _pipelined_terms(module: ModelSpec, cut: Staging, compute: str) -> _TermsOf:
     return terms_of
 
 
-def _laid_out(batch: Batch) -> dict[str, jax.Array]:
-    """Returns a batch with each field laid out as the step takes it."""
+def _shard_fields(batch: Batch) -> dict[str, jax.Array]:
+    """Gives each field of a batch the sharding of the step."""
     names = dim_names(batch)
     return {name: execution.shard(x, *names[name]) for name, x in batch.items()}

@@ -1,4 +1,4 @@
-"""What a step computes: the functions that `train_step` compiles."""
+"""The functions that a train step compiles: update, gradients and evaluation."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,7 +17,7 @@ from jaxdist.step import model_checks, reduction
 from jaxdist.step.evaluation import LossSums
 from jaxdist.step.gradients import (
     PartSums,
-    assembled,
+    assemble_model,
     build_objective,
     build_pipelined,
     names_of,
@@ -34,16 +34,22 @@ def build_inspect(
     spec: ModelSpec,
     gradient_of: PartSums,
     rule: UpdateRule,
+    *,
     mesh: Mesh,
     rules: Rules,
     config: StepConfig,
     staged: ModelSpec,
 ) -> Callable[[State, Batch], tuple[State, Metrics, Tree]]:
-    """Returns the step that hands out its gradients, too.
+    """Builds the step that also returns the mean gradients.
 
     Args:
-      spec: with flat blocks.
-      staged: the spec as the step holds the arrays, blocks by stage.
+      spec: the model with flat blocks.
+      gradient_of: computes the gradients of a part of a batch.
+      rule: updates the state by the gradients.
+      mesh: the devices.
+      rules: the sharding rules.
+      config: the step's settings.
+      staged: the model as the step holds its arrays: with a pipeline, blocks by stage.
     """
     cut = config.staging
     accumulation = config.accumulation
@@ -69,11 +75,12 @@ def build_inspect(
         ):
             key = jax.random.fold_in(key_of(config.seed, STEPS), state.step)
             once = reduction.axes_for(chosen, batch, rules, setting, config.parts)
-            scaled = state.opt_state.loss_scale
-            scale = None if scaled is None else factor(scaled, batch)
-            policy = (state.trainable, state.frozen)
-            policy, batch = prepare(state.modules, policy, batch)
-            state = state._replace(trainable=policy[0], frozen=policy[1])
+            loss_scale = state.opt_state.loss_scale
+            scale = None if loss_scale is None else factor(loss_scale, batch)
+            parameters = (state.trainable, state.frozen)
+            parameters, batch = prepare(state.modules, parameters, batch)
+            trainable, frozen = parameters
+            state = state._replace(trainable=trainable, frozen=frozen)
             sums = sum_gradients(
                 gradient_of,
                 state,
@@ -86,7 +93,8 @@ def build_inspect(
             )
             gradients = jax.tree.map(lambda g: g / sums.loss.count, sums.gradients)
             sums = sums._replace(model_state=apply_stats(spec, cut, state, sums))
-            return *rule.apply(state, sums, batch), gradients
+            after, metrics = rule.apply(state, sums, batch)
+            return after, metrics, gradients
 
     return inspect
 
@@ -94,14 +102,19 @@ def build_inspect(
 def build_evaluate(
     spec: ModelSpec, loss_of: PartSums, mesh: Mesh, rules: Rules, config: StepConfig
 ) -> Callable[[State, Batch], LossSums]:
-    """Returns the function `TrainStep.evaluate`.
+    """Builds the function `TrainStep.evaluate`.
 
     Args:
-      spec: with flat blocks.
+      spec: the model with flat blocks.
+      loss_of: computes the loss of a batch.
+      mesh: the devices.
+      rules: the sharding rules.
+      config: the step's settings.
     """
     cut = config.staging
-    measures = has_metrics(spec.model_class)
-    # Sums of several batches are added up: the loss keeps the objective's count.
+    model_has_metrics = has_metrics(spec.model_class)
+    # The caller adds the sums of several batches, so the loss keeps the objective's
+    # count.
     prepare = build_prepare(
         spec, cut, compute=config.compute, accumulation=1, counts_targets=False
     )
@@ -111,17 +124,19 @@ def build_evaluate(
             mesh, rules, compute=config.compute, recipe=config.recipe
         ):
             arrays, batch = prepare(state.modules, state.model_arrays, batch)
-            _, (loss, _) = loss_of(*arrays, batch, None)
+            trainable, model_state, frozen = arrays
+            _, (loss, _) = loss_of(trainable, model_state, frozen, batch, None)
             counts = dict.fromkeys(loss.aux, loss.count)
             for name in aux_over_targets(spec, batch):
                 counts[name] = batch["weights"].sum()
             others = {
                 f"aux/{name}": (value, counts[name]) for name, value in loss.aux.items()
             }
-            if measures:
-                parts = [*map(cut.flat, arrays)] if cut else [*arrays]
-                model = assembled(
-                    spec, config.compute, parts[0], parts[1], parts[2], None
+            if model_has_metrics:
+                if cut:
+                    trainable, model_state, frozen = map(cut.flat, arrays)
+                model = assemble_model(
+                    spec, config.compute, trainable, model_state, frozen, key=None
                 )
                 others |= as_metrics(model.metrics(batch), loss.count)
         return loss.sum, loss.count, others
@@ -130,11 +145,14 @@ def build_evaluate(
 
 
 def build_gradients(spec: ModelSpec, config: StepConfig) -> tuple[PartSums, PartSums]:
-    """Returns the functions that compute the gradients of a part of a batch, and its
-    loss alone.
+    """Builds the gradients of the objective, and the objective without gradients.
 
     Args:
-      spec: with blocks by stage, where a pipeline cuts them up.
+      spec: the model; with a pipeline, its blocks are by stage.
+      config: the step's settings.
+
+    Returns:
+      The function that computes gradients, and the function that computes the loss.
     """
     if config.staging is None:
         objective = build_objective(spec, compute=config.compute, remat=config.remat)
@@ -150,16 +168,25 @@ def forward_program(
     compute: str,
     recipe: Recipe | None = None,
 ) -> Any:
-    """Traces the objective of a batch, without gradients; returns the jaxpr.
+    """Traces the objective of a batch without gradients.
 
     Args:
-      spec: with flat blocks.
-      batch: arrays or their shapes, without the objective's fields.
+      spec: the model with flat blocks.
+      batch: arrays or their shapes by name, without the objective's fields.
       compute: dtype of matrix products.
-      recipe: of large kernels; None: they are multiplied in `compute`.
+      recipe: number format of large kernels' products; None = `compute`.
+
+    Returns:
+      The jaxpr.
     """
     objective = build_objective(spec, compute=compute, remat="none")
-    forward = jax.make_jaxpr(lambda t, m, f, b: objective(t, m, f, b, None)[0])
+
+    def forward(trainable: Tree, model_state: Tree, frozen: Tree, batch: Batch) -> Any:
+        total, _ = objective(trainable, model_state, frozen, batch, None)
+        return total
+
     with execution.activate(compute=compute, recipe=recipe):
-        whole = abstract_batch(spec, batch)
-        return forward(spec.trainable, spec.model_state, spec.frozen, whole)
+        prepared = abstract_batch(spec, batch)
+        return jax.make_jaxpr(forward)(
+            spec.trainable, spec.model_state, spec.frozen, prepared
+        )

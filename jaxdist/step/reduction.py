@@ -1,11 +1,11 @@
-"""How often gradients cross the axes that copy parameters: once a step, or with each
-part of it.
+"""The reduction of gradients over replicas: once a step, or with each part of a step.
 
-With accumulation or a pipeline a step has parts. Summed with each, gradients cross
-`data` as often as there are parts; summed once, every device adds up its own parts
-first, in a region that is manual over those axes (`gradients.sum_gradients`). There a
-model sees its replica's samples of a part alone, so its loss must be a sum over
-samples, and its random numbers must come from the samples' own.
+With accumulation or a pipeline, a step computes its batch in parts. By default, the
+gradients of each part are summed over replicas. If they are summed once, every replica
+first adds up the gradients of its parts. That happens in a region that is manual over
+the replicas' mesh axes (`gradients.sum_gradients`). The model then sees only its
+replica's samples, so its loss must be a sum over samples. Its random numbers must
+depend on the samples, not on their place in the batch.
 """
 
 import math
@@ -25,35 +25,42 @@ Reduce = Literal["auto", "each", "once"]
 
 
 class Reduction(NamedTuple):
-    """Which axes gradients are summed over once a step, and why."""
+    """The mesh axes over which gradients are summed once a step, and the reason."""
 
-    once: tuple[str, ...]  # mesh axes; () = over all of them with each part
-    over: str  # "data 2 x fsdp 4"; "" where nothing is summed in parts
-    why_each: str = ""
+    once: tuple[str, ...]  # mesh axes; () = gradients are summed with each part
+    over: str  # such as "data 2 x fsdp 4"; "" = a step has one part or one replica
+    why_each: str = ""  # why gradients are summed with each part; "" = they are not
 
 
 def choose(spec: ModelSpec, rules: Rules, setting: Reduce, *, parts: int) -> Reduction:
-    """Chooses how gradients are summed in a step of so many parts (accumulation x
-    microbatches).
+    """Chooses how often gradients are summed over replicas.
+
+    Args:
+      spec: the model.
+      rules: the sharding rules.
+      setting: value of mesh.reduce.
+      parts: parts of a step's batch, accumulation x microbatches.
 
     Raises:
-      ConfigError: `once` is set, and the model does not allow it.
+      ConfigError: the setting is `once`, and the model does not allow it.
     """
     axes = rules.replica_axes
     sizes = rules.shape.sizes
     if not axes or (parts == 1 and sizes["pipeline"] == 1):
-        return Reduction((), "")
+        return Reduction(once=(), over="")
     over = " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
     why = "mesh.reduce=each" if setting == "each" else obstacle(spec, rules)
     if setting == "auto":
         why = why or _risk(spec, rules)
-    if why and setting == "once":
+    if not why:
+        return Reduction(once=axes, over=over)
+    if setting == "once":
         raise ConfigError(refusal(why))
-    return Reduction((), over, why) if why else Reduction(axes, over)
+    return Reduction(once=(), over=over, why_each=why)
 
 
 def obstacle(spec: ModelSpec, rules: Rules) -> str:
-    """Explains why a model's parts may not be added up by replica; "" if they may."""
+    """Explains why gradients cannot be summed once a step; "" if they can."""
     name = spec.model_class.__name__
     inside = rules.inside(rules.replica_axes)
     if spec.streams:
@@ -67,9 +74,10 @@ def obstacle(spec: ModelSpec, rules: Rules) -> str:
     stored = (
         inside.stored(names, x.shape) for x, names in spec.named_parameters().values()
     )
-    if not (spec.casts_itself or spec.staged) and any(any(where) for where in stored):
-        # XLA aborts on an index into what is split in a region (see `gradients`), and
-        # all may be indexed.
+    is_sharded = any(any(axes) for axes in stored)
+    if is_sharded and not (spec.casts_itself or spec.staged):
+        # XLA aborts on an index into an array that is sharded in a region (see
+        # `gradients._gather_edges`). Such a model may index any of its parameters.
         return (
             f"{name} may look up by index what devices split; give it embed, blocks and head, or leave its "
             f"parameters whole (mesh.zero=2, mesh.tensor=1)"
@@ -78,26 +86,23 @@ def obstacle(spec: ModelSpec, rules: Rules) -> str:
 
 
 def _risk(spec: ModelSpec, rules: Rules) -> str:
-    """Explains why a model might end the process in a region that its author has not
-    asked for; or "".
+    """Explains why XLA might abort in a region that the config has not asked for.
 
-    XLA aborts on an index into a parameter that devices split there ("Check failed:
-    partition_group_list"), where two more axes are in use. Ours look up without an
-    index (`jaxdist.ops`); a pipeline's stages are a region anyway.
+    XLA aborts on an index into a parameter that is sharded over two or more axes of a
+    region ("Check failed: partition_group_list"). The models of jaxdist need no index
+    (`jaxdist.ops`). A pipeline runs in a region in any case.
+
+    Returns:
+      The explanation; "" if there is no such risk.
     """
+    if rules.shape.sizes["pipeline"] > 1:
+        return ""
+    sizes = rules.inside(rules.replica_axes).shape.sizes
+    split = [axis for axis, size in sizes.items() if size > 1]
+    if len(split) < 2:
+        return ""
     owner = who_sums_over_samples(spec.model_class)
-    pipelined = rules.shape.sizes["pipeline"] > 1
-    split = [
-        axis
-        for axis, size in rules.inside(rules.replica_axes).shape.sizes.items()
-        if size > 1
-    ]
-    if (
-        pipelined
-        or len(split) < 2
-        or owner is None
-        or owner.__module__.startswith("jaxdist.")
-    ):
+    if owner is None or owner.__module__.startswith("jaxdist."):
         return ""
     return (
         f"{spec.model_class.__name__} may look up by index what {' and '.join(split)} split, where XLA would "
@@ -106,20 +111,27 @@ def _risk(spec: ModelSpec, rules: Rules) -> str:
 
 
 def refusal(why: str) -> str:
-    """Formats what is wrong with `mesh.reduce=once` where gradients cannot be summed
-    so.
-    """
+    """Formats the error of a run that cannot follow `mesh.reduce=once`."""
     return f"mesh.reduce=once: {why}; set mesh.reduce=auto or each"
 
 
 def axes_for(
     chosen: Reduction, batch: Batch, rules: Rules, setting: Reduce, parts: int
 ) -> tuple[str, ...]:
-    """Returns the axes over which a batch's gradients are summed once a step.
+    """Chooses the axes over which the gradients of a batch are summed once a step.
+
+    Args:
+      chosen: the choice for the model.
+      batch: the global batch.
+      rules: the sharding rules.
+      setting: value of mesh.reduce.
+      parts: parts of a step's batch, accumulation x microbatches.
+
+    Returns:
+      The axes of `chosen`; () if the batch cannot be divided by them.
 
     Raises:
-      ConfigError: `once` is set, and the batch has not as many samples for each replica
-        and part.
+      ConfigError: the setting is `once`, and the batch cannot be divided.
     """
     unit = parts * math.prod(rules.shape.sizes[axis] for axis in chosen.once)
     uneven = [
@@ -140,22 +152,28 @@ def axes_for(
 
 
 def sent_dtype(names: Names, dims: tuple[int, ...], reduce: str) -> jnp.dtype:
-    """Returns the dtype in which a parameter's gradient, once it is added up, crosses
-    devices.
+    """Chooses the dtype in which the summed gradient of a parameter crosses devices.
 
-    What kernels' products give crosses in `precision.reduce`; tables, whose gradients
-    are long sums of few rows, and vectors in float32: as they do where each part is
-    summed.
+    Gradients of kernels cross in `precision.reduce`. Gradients of tables are long sums
+    over few rows, and cross in float32. So do gradients of vectors. The dtypes are the
+    same as with a sum after each part.
+
+    Args:
+      names: names of the parameter's dims.
+      dims: sizes of the parameter's dims.
+      reduce: value of precision.reduce.
     """
     kernel = "vocab" not in names and not is_vector(names, dims)
     return jnp.dtype(reduce if kernel else "float32")
 
 
 def summed_bytes(spec: ModelSpec, rules: Rules, reduce: str) -> int:
-    """Returns the bytes of gradients that a device takes to one sum over replicas.
+    """Counts the bytes of gradients that a device sends to a sum over replicas.
 
     Args:
-      spec: with its blocks by stage, where a pipeline cuts them up.
+      spec: the model; with a pipeline, its blocks are by stage.
+      rules: the sharding rules.
+      reduce: value of precision.reduce.
     """
     return sum(
         math.prod(rules.shard_dims(rules.gradient(names, x.shape), x.shape))

@@ -1,4 +1,4 @@
-"""What training carries from step to step."""
+"""The state of training that a step takes and returns."""
 
 from typing import NamedTuple
 
@@ -10,24 +10,26 @@ from jaxdist.step.loss_scale import LossScale
 
 
 class State(NamedTuple):
-    """The state after `step` updates. Random keys are not stored: they fold from seed
-    and step.
+    """The state after `step` updates.
+
+    It has no random keys: each step derives its key from the seed and `step`.
     """
 
-    step: jax.Array  # int32
-    trainable: Tree
+    step: jax.Array  # int32, number of updates
+    trainable: Tree  # parameters that are trained
     frozen: Tree  # parameters that are not trained
-    # what the model keeps beside parameters: running statistics, counters
+    # the model's other variables, such as running statistics and counters
     model_state: Tree
-    opt_state: Tree
-    ema: Tree  # None without a moving average
-    # arrays of the objective's frozen modules, by the modules' names
+    opt_state: Tree  # an OptState
+    ema: Tree  # moving average of `trainable`; None = the run has none
+    # parameters of the objective's frozen modules, by the modules' names
     modules: Tree = {}
 
     @property
     def model_arrays(self) -> tuple[Tree, Tree, Tree]:
-        """The arguments of `ModelSpec.assemble` to evaluate with; a moving average
-        stands for the weights.
+        """Returns the arguments of `ModelSpec.assemble` for an evaluation.
+
+        If the run has a moving average, it replaces the weights.
         """
         weights = (
             self.trainable if self.ema is None else jax.tree.map(to_device, self.ema)
@@ -39,8 +41,8 @@ Metrics = dict[str, jax.Array]
 
 
 class OptState(NamedTuple):
-    """The optimizer's state; the position in its schedule is `State.step`."""
+    """The optimizer's state. The position in its schedule is `State.step`."""
 
     optimizer: Tree
-    skipped: jax.Array  # int32, steps in a row left out for non-finite gradients
-    loss_scale: LossScale | None = None  # None without one
+    skipped: jax.Array  # int32, consecutive updates skipped for non-finite gradients
+    loss_scale: LossScale | None = None  # None = gradients are not scaled

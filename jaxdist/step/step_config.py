@@ -1,4 +1,4 @@
-"""What a train step needs to know beside the model, the optimizer and the mesh."""
+"""The config of a train step."""
 
 from dataclasses import dataclass
 
@@ -10,41 +10,45 @@ from jaxdist.parallel.remat import RematConfig
 from jaxdist.step.loss_scale import DynamicLossScale
 from jaxdist.step.reduction import Reduce
 
-# what the seed's first fold is for
+# purposes of random keys: initial values, and steps
 INIT = 0
 STEPS = 1
 
 
 @dataclass(frozen=True)
 class StepConfig:
-    """What a step needs to know beside the model, the optimizer and the mesh."""
+    """The settings of a step, apart from the model, the optimizer and the mesh."""
 
     seed: int = 0
+    # parts of a batch that are computed one after another
     accumulation: int = 1
-    compute: str = "float32"
-    params: str = "float32"
-    reduce: str = "float32"
-    recipe: Recipe | None = None  # of large kernels; None: multiplied in `compute`
-    reduce_over_replicas: Reduce = "auto"  # mesh.reduce
-    remat: RematConfig | str = "dots"  # or its policy
-    loss_scale: DynamicLossScale | None = None  # None: the backward pass begins with 1
-    ema_decay: float = 0.0
-    # memory kind where optimizer state waits; None: it stays on the device
+    compute: str = "float32"  # dtype of matrix products and activations
+    params: str = "float32"  # dtype in which parameters are stored
+    reduce: str = "float32"  # dtype in which kernels' gradients cross devices
+    # number format of large kernels' products; None = `compute`
+    recipe: Recipe | None = None
+    reduce_over_replicas: Reduce = "auto"  # value of mesh.reduce
+    remat: RematConfig | str = "dots"  # rematerialization, or the name of its policy
+    loss_scale: DynamicLossScale | None = None  # None = gradients are not scaled
+    ema_decay: float = 0.0  # decay of the moving average of parameters; 0 = no average
+    # memory kind in which the optimizer's state waits; None = that of the devices
     moments_in: str | None = None
-    # how a pipeline cuts up the layers; None: no pipeline
+    # a pipeline's partition of the layers; None = no pipeline
     staging: Staging | None = None
-    # times that `step` may be traced, where one shape is expected; None: any
+    # traces of `step` after which another one fails; None = no limit
     max_traces: int | None = None
 
     @property
     def parts(self) -> int:
-        """Returns the sequential parts that a step's batch is cut into."""
+        """Returns the number of parts that a step's batch is cut into."""
         return self.accumulation * (self.staging.microbatches if self.staging else 1)
 
 
 def key_of(seed: int, purpose: int) -> jax.Array:
-    """Returns the random key of a run for a purpose, `INIT` or `STEPS`."""
+    """Makes the random key of a run for a purpose, `INIT` or `STEPS`."""
+    # jax would drop the upper 32 bits if 64-bit types are off.
     high, low = divmod(seed, 2**32)
-    # without 64-bit types, jax would leave the upper half out
     key = jax.random.key(low)
-    return jax.random.fold_in(jax.random.fold_in(key, high) if high else key, purpose)
+    if high:
+        key = jax.random.fold_in(key, high)
+    return jax.random.fold_in(key, purpose)

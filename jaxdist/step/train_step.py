@@ -1,5 +1,6 @@
-"""The train step: one jitted, donated, pure function, built once for all that measure
-or run it.
+"""The train step: a pure, jitted function that updates a state by a batch.
+
+Training, evaluation, verification and benchmarks all use the step that is built here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Wrapped
 
 from jaxdist.config import ConfigError
 from jaxdist.optim.config import OptimizerConfig
@@ -35,27 +37,34 @@ from jaxdist.step.state import Metrics, State
 from jaxdist.step.step_config import StepConfig
 from jaxdist.step.update import build_update_rule
 
+_Step = Callable[[State, Batch], tuple[State, Metrics]]
+
 
 @dataclass(frozen=True)
 class TrainStep:
-    """A built step. All functions are jitted; arrays have the given shardings."""
+    """The jitted functions of a model on a mesh, and the shardings of its state."""
 
-    step: Any  # (State, Batch) -> (State, Metrics); the state is donated
-    # ({path: value} of parameters that begin with values = {}, layers flat) -> State;
-    # see `first_state`
-    init: Any
-    # (State, Batch) -> (State, Metrics, mean gradients), not donated; to verify
-    inspect: Any
-    evaluate: Any  # (State, Batch) -> evaluation.LossSums, deterministic
-    abstract_state: State  # ShapeDtypeStructs with their shardings
+    # (State, Batch) -> (State, Metrics); the state is donated
+    step: Wrapped
+    # (initial values by path, with flat layers; default {}) -> State; see `first_state`
+    init: Wrapped
+    # (State, Batch) -> (State, Metrics, mean gradients); nothing is donated
+    inspect: Wrapped
+    # (State, Batch) -> evaluation.LossSums; deterministic
+    evaluate: Wrapped
+    abstract_state: State  # ShapeDtypeStructs with shardings
     shardings: State
     views: CheckpointViews
     mesh: Mesh
     rules: Rules
 
     def batch_shardings(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
-        """Returns the sharding of each field: samples over the batch axes, sequences
-        over context.
+        """Chooses the sharding of each field of a batch.
+
+        Samples are sharded over the batch axes, and sequences over `context`.
+
+        Args:
+          batch: arrays or their shapes, by name.
         """
         return {
             name: NamedSharding(
@@ -67,11 +76,13 @@ class TrainStep:
     def abstract_batch(
         self, batch: Mapping[str, Any]
     ) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shapes, dtypes and shardings of a global batch, from arrays or their
-        shapes.
+        """Describes a global batch as ShapeDtypeStructs with shardings.
+
+        Args:
+          batch: arrays or their shapes, by name.
         """
-        where = self.batch_shardings(batch)
-        return {name: with_sharding(x, where[name]) for name, x in batch.items()}
+        shardings = self.batch_shardings(batch)
+        return {name: with_sharding(x, shardings[name]) for name, x in batch.items()}
 
 
 def build_train_step(
@@ -82,16 +93,21 @@ def build_train_step(
     rules: Rules,
     config: StepConfig,
 ) -> TrainStep:
-    """Returns the train step of a model on a mesh.
+    """Builds the train step of a model on a mesh. Nothing is compiled yet.
 
     Args:
-      optimizer: a transformation of optax is used as it is: the learning rate is its
-        own, `schedule` is not read and nothing is clipped; it must not look at whole
-        stacks where a pipeline cuts them up.
+      spec: the model with flat blocks.
+      optimizer: a config, or a transformation of optax. A transformation is used
+        unchanged: it has its own learning rate, and no gradient is clipped. With a
+        pipeline it sees stacks of layers in pieces.
+      schedule: the learning rate by step, for the optimizer of a config.
+      mesh: the devices.
+      rules: the sharding rules.
+      config: the step's settings.
 
     Raises:
-      ConfigError: a parameter's dim that its mesh axis does not divide; or, when the
-        step is traced, a model that cannot be trained so.
+      ConfigError: a mesh axis does not divide a parameter's dim. The step raises it when
+        it is traced if the model cannot be trained so.
     """
     staging = config.staging
     stages = staging.stages if staging else 1
@@ -110,34 +126,45 @@ def build_train_step(
         scaler=config.loss_scale,
     )
     placement.place(staged.all_parameters(), rules)
-    fresh = partial(first_state, spec, cut, rule.transform, config)
-    abstract = jax.eval_shape(fresh)
+    init = partial(first_state, spec, cut, rule.transform, config)
+    abstract = jax.eval_shape(init)
     shardings = state_shardings(staged, abstract, mesh, rules, rule)
     gradient_of, loss_of = programs.build_gradients(staged, config)
     inspect = programs.build_inspect(
-        spec, gradient_of, rule, mesh, rules, config, staged
+        spec,
+        gradient_of,
+        rule,
+        mesh=mesh,
+        rules=rules,
+        config=config,
+        staged=staged,
     )
     evaluate = programs.build_evaluate(spec, loss_of, mesh, rules, config)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        return inspect(state, batch)[:2]
+        after, metrics, _ = inspect(state, batch)
+        return after, metrics
 
+    limited_step: _Step = step
     if config.max_traces is not None:
-        step = _limit_traces(step, config.max_traces)
-    whole = NamedSharding(mesh, P())
+        limited_step = _limit_traces(step, config.max_traces)
+    replicated = NamedSharding(mesh, P())  # type: ignore[no-untyped-call]  # jax is untyped
+    # `init` runs once. On CPUs, full optimization of the random generators takes most
+    # of a short start. Level 1 takes a quarter of the time and gives the same bits.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
+    init_options = {"xla_backend_optimization_level": 1} if on_cpu else None
     return TrainStep(
-        step=jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole)),
-        init=jax.jit(
-            lambda given=None: fresh(given),
-            donate_argnums=() if cut else 0,  # stages take other buffers
-            out_shardings=shardings,
-            # It runs once: on CPU, LLVM's full optimisation of the random generators
-            # takes most of a short start, and a quarter of the time gives the same
-            # bits.
-            compiler_options={"xla_backend_optimization_level": 1} if on_cpu else None,
+        step=jax.jit(
+            limited_step, donate_argnums=0, out_shardings=(shardings, replicated)
         ),
-        inspect=jax.jit(inspect, out_shardings=(shardings, whole, None)),
+        init=jax.jit(
+            lambda values=None: init(values),
+            # Arrays by stage do not fit into the buffers of flat ones.
+            donate_argnums=() if cut else 0,
+            out_shardings=shardings,
+            compiler_options=init_options,
+        ),
+        inspect=jax.jit(inspect, out_shardings=(shardings, replicated, None)),
         evaluate=jax.jit(evaluate),
         abstract_state=jax.tree.map(with_sharding, abstract, shardings),
         shardings=shardings,
@@ -147,21 +174,21 @@ def build_train_step(
     )
 
 
-def _limit_traces(function: Callable, most: int) -> Callable:
-    """Returns the function, which may be traced so often.
+def _limit_traces(step: _Step, most: int) -> _Step:
+    """Makes a step fail if it is traced more often than `most` times.
 
     chex.assert_max_traces would count the traces of all runs of a process together.
     """
     traces = itertools.count(1)
 
-    @wraps(function)
-    def counted(state: State, batch: Batch) -> Any:
+    @wraps(step)
+    def counted(state: State, batch: Batch) -> tuple[State, Metrics]:
         if next(traces) > most:
             shapes = {name: f"{x.dtype}{list(x.shape)}" for name, x in batch.items()}
             raise RuntimeError(
                 f"the train step is traced more than {most} times, the last for a batch of {shapes}; all "
                 f"batches of a run must be alike in shape, dtype and sharding"
             )
-        return function(state, batch)
+        return step(state, batch)
 
     return counted

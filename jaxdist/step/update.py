@@ -1,4 +1,4 @@
-"""One optimizer update: clipping, rate, skipped steps and the moving average."""
+"""One update of the state: clipping, learning rate, skipped steps, moving average."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -25,8 +25,8 @@ from jaxdist.step.gradients import Sums
 from jaxdist.step.layerwise import LayerwiseUpdate, Scalars, Trained, build_parts
 from jaxdist.step.state import Metrics, OptState, State
 
-_LANES = 128  # of a TPU's vector
-# of stats that metrics have whole, too: 256 layers with 256 experts
+_LANES = 128  # lanes of a TPU's vector registers
+# largest stats that metrics include in full: those of 256 layers with 256 experts
 _MOST_NUMBERS = 1 << 16
 
 StatsMetrics = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]
@@ -34,41 +34,48 @@ StatsMetrics = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How summed gradients become the next state."""
+    """The rule by which summed gradients change the state."""
 
     transform: optax.GradientTransformation
-    schedule: Schedule | None  # None: the rate is the transformation's own
-    clip: float  # largest global norm of gradients; 0 = no limit
-    ema_decay: float  # of the moving average of weights; 0 = none
+    # learning rate by step; None = `transform` has its own
+    schedule: Schedule | None
+    clip: float  # largest global norm of the gradients; 0 = no limit
+    ema_decay: float  # decay of the moving average of the weights; 0 = no average
     names: Tree  # logical names of the trained parameters, as the step holds them
-    stats_metrics: StatsMetrics | None = None  # the model's own figures of its stats
-    layerwise: LayerwiseUpdate | None = None  # for moments in the host's memory
-    # whether the transformation looks at each number by itself
+    # the model's metrics of its stats; None = the stats themselves
+    stats_metrics: StatsMetrics | None = None
+    # update layer by layer, for moments in the host's memory; None = all at once
+    layerwise: LayerwiseUpdate | None = None
+    # whether `transform` treats each number independently
     elementwise: bool = False
-    # how the state's loss scale moves
+    # rule of the state's loss scale; None = gradients are not scaled
     scaler: loss_scale.DynamicLossScale | None = None
 
     def apply(self, state: State, sums: Sums, batch: Batch) -> tuple[State, Metrics]:
-        """Returns the state after one update by summed gradients, unchanged if they are
-        not finite.
+        """Updates the state by summed gradients.
+
+        If the gradients are not finite, only the counters change.
         """
-        flags = narrow_kernels(state.trainable, self.names) if self.elementwise else {}
-        paths = {
-            path for path, flag in jax.tree_util.tree_leaves_with_path(flags) if flag
-        }
+        narrow: Tree = {}
+        if self.elementwise:
+            narrow = narrow_kernels(state.trainable, self.names)
+        leaves = jax.tree_util.tree_leaves_with_path(narrow)
+        paths = {path for path, is_narrow in leaves if is_narrow}
         if not paths:
             return self._apply(state, sums, batch)
-        names = jax.tree.map(
-            lambda f, own: (*own[:-2], *own[:-3:-1]) if f else own, flags, self.names
-        )
-        # A barrier, or else XLA moves the swap behind the update.
-        state, gradients = _swapped(
+
+        def swap_names(is_narrow: bool, dims: Names) -> Names:
+            return (*dims[:-2], dims[-1], dims[-2]) if is_narrow else dims
+
+        names = jax.tree.map(swap_names, narrow, self.names)
+        # Without the barrier, XLA would move the swap behind the update.
+        state, gradients = _swap_last_dims(
             (state, sums.gradients), paths, jax.lax.optimization_barrier
         )
         after, metrics = replace(self, names=names)._apply(
             state, sums._replace(gradients=gradients), batch
         )
-        return _swapped(after, paths), metrics
+        return _swap_last_dims(after, paths), metrics
 
     def _apply(self, state: State, sums: Sums, batch: Batch) -> tuple[State, Metrics]:
         count = sums.loss.count
@@ -77,61 +84,62 @@ class UpdateRule:
         norm = total / count
         good = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
         skipped = jnp.where(good, 0, state.opt_state.skipped + 1)
-        skipped, scale, figures = self._rescale(
-            state.opt_state, total, loss.sum, skipped
+        skipped, scale, scale_metrics = self._rescale(
+            state.opt_state, total=total, loss=loss.sum, skipped=skipped
         )
         update = self._update_whole if self.layerwise is None else self._update_by_layer
-        (trainable, moments, ema), rate, good = update(state, sums, norm, good)
-        metrics = {
-            "loss": loss.sum / count,
-            "grad_norm": norm,
-            **({} if rate is None else {"learning_rate": rate}),
-            "tokens": _count_tokens(batch, norm),
-            "skipped": skipped,
-            **figures,
-            **{f"aux/{name}": value / count for name, value in loss.aux.items()},
-            **_stats_metrics(
-                self.stats_metrics(loss.stats) if self.stats_metrics else loss.stats
-            ),
-        }
+        trained, rate, good = update(state, sums, norm, good)
+        metrics = {"loss": loss.sum / count, "grad_norm": norm}
+        if rate is not None:
+            metrics["learning_rate"] = rate
+        metrics["tokens"] = _count_tokens(batch, norm)
+        metrics["skipped"] = skipped
+        metrics |= scale_metrics
+        metrics |= {f"aux/{name}": value / count for name, value in loss.aux.items()}
+        stats = self.stats_metrics(loss.stats) if self.stats_metrics else loss.stats
+        metrics |= _stats_metrics(stats)
         after = State(
-            state.step + 1,
-            trainable,
-            state.frozen,
-            where_finite(good, sums.model_state, state.model_state),
-            OptState(moments, skipped, scale),
-            ema,
-            state.modules,
+            step=state.step + 1,
+            trainable=trained.params,
+            frozen=state.frozen,
+            model_state=where_finite(good, sums.model_state, state.model_state),
+            opt_state=OptState(trained.moments, skipped=skipped, loss_scale=scale),
+            ema=trained.ema,
+            modules=state.modules,
         )
         return after, metrics
 
     def _rescale(
-        self, before: OptState, total: jax.Array, loss: jax.Array, skipped: jax.Array
+        self, before: OptState, *, total: jax.Array, loss: jax.Array, skipped: jax.Array
     ) -> tuple[jax.Array, loss_scale.LossScale | None, Metrics]:
-        """Returns `skipped` without steps that the scale is to blame for, the next
-        scale, and its figures.
+        """Changes the loss scale after a step.
 
         Args:
-          total: norm of the summed gradients. Of their mean nothing is known where no
-            target has a weight.
+          before: the optimizer's state before the step.
+          total: norm of the summed gradients. Their mean may be NaN because no target
+            has a weight.
+          loss: the summed loss.
+          skipped: number of consecutive updates that were skipped, with this step.
+
+        Returns:
+          `skipped`, or 0 if the scale was the cause; the next scale; and its metrics.
         """
         if self.scaler is None or before.loss_scale is None:
             return skipped, None, {}
         finite = jnp.isfinite(total)
-        now = before.loss_scale
-        by_scale = loss_scale.is_cause(now, finite, loss)
-        after = self.scaler.after(now, finite, by_scale)
-        return (
-            jnp.where(by_scale, 0, skipped),
-            after,
-            loss_scale.scaled_metrics(now, after),
-        )
+        by_scale = loss_scale.is_cause(before.loss_scale, finite, loss)
+        after = self.scaler.after(before.loss_scale, finite, by_scale)
+        skipped = jnp.where(by_scale, 0, skipped)
+        return skipped, after, loss_scale.scaled_metrics(before.loss_scale, after)
 
     def _update_whole(
         self, state: State, sums: Sums, norm: jax.Array, good: jax.Array
     ) -> tuple[Trained, jax.Array | None, jax.Array]:
-        """Computes what one update leaves, the learning rate, and `good` in the order of
-        memory.
+        """Updates all parameters at once.
+
+        Returns:
+          The updated trees; the learning rate if it is known; and `good`, available
+          only after the parameters are updated.
         """
         scale = self._scale(sums, norm)
         gradients = _as_state(
@@ -144,8 +152,8 @@ class UpdateRule:
         if self.schedule is None:
             rate = _stored_rate(moments)
         else:
-            # The rate is applied here, by the step: the schedule goes on where a step
-            # is skipped, too.
+            # The step applies the rate, so the schedule continues if an update is
+            # skipped.
             rate = self.schedule(state.step)
             updates = jax.tree.map(lambda u: u * rate, updates)
         trainable = optax.apply_updates(state.trainable, updates)
@@ -165,8 +173,12 @@ class UpdateRule:
     def _update_by_layer(
         self, state: State, sums: Sums, norm: jax.Array, good: jax.Array
     ) -> tuple[Trained, jax.Array | None, jax.Array]:
-        """Returns the same, of a state whose moments wait in the host's memory."""
-        assert self.layerwise is not None and self.schedule is not None
+        """Updates the parameters layer by layer, with moments in the host's memory.
+
+        It returns the same as `_update_whole`.
+        """
+        assert self.layerwise is not None
+        assert self.schedule is not None
         rate = self.schedule(state.step)
         before = Trained(state.trainable, state.opt_state.optimizer, state.ema)
         gradients = _as_state(sums.gradients, self.names)
@@ -174,7 +186,7 @@ class UpdateRule:
         return self.layerwise.apply(before, gradients, scalars), rate, good
 
     def _scale(self, sums: Sums, norm: jax.Array) -> jax.Array:
-        """Computes what makes summed gradients the clipped mean."""
+        """Computes the factor that turns summed gradients into the clipped mean."""
         count = sums.loss.count
         if not self.clip:
             return 1 / count
@@ -190,25 +202,28 @@ def build_update_rule(
     moments_in: str | None = None,
     scaler: loss_scale.DynamicLossScale | None = None,
 ) -> UpdateRule:
-    """Returns the rule of a configured optimizer, or of one of optax, which is used as
-    it is.
+    """Builds the update of a configured optimizer, or of a transformation of optax.
 
     Args:
-      spec: with flat blocks.
+      optimizer: a config, or a transformation, which is used unchanged.
+      schedule: the learning rate by step, for the optimizer of a config.
+      spec: the model with flat blocks.
+      ema_decay: decay of the moving average of the weights; 0 = no average.
       names: logical names of the trained parameters, as the step holds them.
-      moments_in: the memory kind where moments wait to be updated layer by layer; None:
-        the device's, and all are updated at once.
-      scaler: how the loss scale moves; None: there is none.
+      moments_in: memory kind where the moments wait. The update then goes layer by
+        layer. Default: the moments are on the devices, and all are updated at once.
+      scaler: rule of the loss scale; default: gradients are not scaled.
 
     Raises:
       ConfigError: moments cannot wait on the host with this optimizer.
     """
-    obstacle = offload_obstacle(optimizer) if moments_in else None
-    if obstacle:
-        raise ConfigError(obstacle)
-    figures = getattr(spec.model_class, "stats_metrics", None)
-    if not callable(figures):
-        figures = None
+    if moments_in:
+        obstacle = offload_obstacle(optimizer)
+        if obstacle:
+            raise ConfigError(obstacle)
+    stats_metrics = getattr(spec.model_class, "stats_metrics", None)
+    if not callable(stats_metrics):
+        stats_metrics = None
     if not isinstance(optimizer, OptimizerConfig):
         return UpdateRule(
             optimizer,
@@ -216,24 +231,28 @@ def build_update_rule(
             clip=0.0,
             ema_decay=ema_decay,
             names=names,
-            stats_metrics=figures,
+            stats_metrics=stats_metrics,
             scaler=scaler,
         )
-    # The rate is applied by the step: see `UpdateRule._updates`.
-    unit = lambda _: jnp.float32(1)  # noqa: E731
-    transform = build_optimizer(optimizer, unit, spec.trainable, spec.names)
+
+    # `UpdateRule._update_whole` applies the learning rate.
+    def rate_of_one(step: Any) -> jax.Array:
+        rate: jax.Array = jnp.float32(1)
+        return rate
+
+    transform = build_optimizer(optimizer, rate_of_one, spec.trainable, spec.names)
     layerwise = None
     if moments_in:
-        of_part = partial(optimizer_of, optimizer, unit)
-        parts = build_parts(roles(spec.trainable, spec.names), names, of_part)
-        layerwise = LayerwiseUpdate(parts, ema_decay, moments_in)
+        transform_of = partial(optimizer_of, optimizer, rate_of_one)
+        parts = build_parts(roles(spec.trainable, spec.names), names, transform_of)
+        layerwise = LayerwiseUpdate(parts, ema_decay, memory_kind=moments_in)
     return UpdateRule(
         transform,
         schedule=schedule,
         clip=optimizer.clip_norm,
         ema_decay=ema_decay,
         names=names,
-        stats_metrics=figures,
+        stats_metrics=stats_metrics,
         layerwise=layerwise,
         elementwise=optimizer.name in ELEMENTWISE and layerwise is None,
         scaler=scaler,
@@ -243,9 +262,7 @@ def build_update_rule(
 def offload_obstacle(
     optimizer: OptimizerConfig | optax.GradientTransformation,
 ) -> str | None:
-    """Explains why moments cannot wait in the host's memory with this optimizer; None:
-    they can.
-    """
+    """Explains why moments of an optimizer cannot wait on the host; None: they can."""
     if not isinstance(optimizer, OptimizerConfig) or optimizer.name == "given":
         return (
             "offload.optimizer: the optimizer is given to jaxdist.fit, which does not know whether it treats "
@@ -260,90 +277,117 @@ def offload_obstacle(
 
 
 def narrow_kernels(parameters: Tree, names: Tree) -> Tree:
-    """Finds the parameters that are updated with their last two dims swapped: experts'
-    kernels, on TPUs.
+    """Marks the parameters that are updated with their last two dims swapped.
 
-    Where fsdp leaves less than a vector's lanes of the last dim, the one before is
-    stored in them. XLA updates in the order of the dims, though, and fills up the
-    lanes: copies of the parameter and its state.
+    These are kernels of experts on TPUs. If fsdp leaves fewer columns than a vector has
+    lanes, XLA stores the rows along the lanes. But its update would store the columns
+    along the lanes and pad them, in copies of the parameter and its state.
+
+    Returns:
+      A bool for each parameter.
     """
     now = execution.current()
 
-    def narrow(x: jax.Array, own: Names) -> bool:
-        if now.platform != "tpu" or now.mesh is None or "experts" not in own:
+    def is_narrow(x: jax.Array, dims: Names) -> bool:
+        if now.platform != "tpu" or now.mesh is None or "experts" not in dims:
             return False
-        *_, rows, lanes = now.rules.shard_dims(now.rules.state(own, x.shape), x.shape)
-        return lanes < _LANES and rows % _LANES == 0
+        *_, rows, columns = now.rules.shard_dims(
+            now.rules.state(dims, x.shape), x.shape
+        )
+        return columns < _LANES and rows % _LANES == 0
 
-    return jax.tree.map(narrow, parameters, names)
+    return jax.tree.map(is_narrow, parameters, names)
 
 
-def _swapped(
-    tree: Tree, paths: Collection[tuple[Any, ...]], placed: Callable = lambda x: x
+def _swap_last_dims(
+    tree: Tree,
+    paths: Collection[tuple[Any, ...]],
+    barrier: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> Tree:
-    """Returns the tree with the last two dims swapped of parameters with such paths,
-    and of their state.
+    """Swaps the last two dims of some parameters and of their optimizer state.
+
+    Args:
+      tree: parameters and state.
+      paths: paths of the parameters. The path of a parameter's state ends with them.
+      barrier: applied to each swapped array.
     """
 
-    def leaf(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        own = any(path[start:] in paths for start in range(len(path)))
-        return placed(jnp.swapaxes(x, -1, -2)) if own else x
+    def swap(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        ends = (path[start:] for start in range(len(path)))
+        if not any(end in paths for end in ends):
+            return x
+        return barrier(jnp.swapaxes(x, -1, -2))
 
-    return jax.tree_util.tree_map_with_path(leaf, tree)
+    return jax.tree_util.tree_map_with_path(swap, tree)
 
 
 def _stored_rate(moments: Tree) -> jax.Array | None:
-    """Returns the learning rate that a transformation of optax keeps in its state
-    (inject_hyperparams).
+    """Finds the learning rate in the state of a transformation of optax.
 
-    None where it keeps none, as most do, or several.
+    Transformations of `optax.inject_hyperparams` store it. The result is None if there
+    is none, or more than one.
     """
     named = (x for _, x in optax.tree.get_all_with_path(moments, "learning_rate"))
-    kept = [x for x in named if isinstance(x, jax.Array) and x.ndim == 0]
-    return kept[0] if len(kept) == 1 else None
+    rates = [x for x in named if isinstance(x, jax.Array) and x.ndim == 0]
+    return rates[0] if len(rates) == 1 else None
 
 
 def _stats_metrics(stats: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the step's stats: a sum as it is, of several (of each layer, say) also
-    three figures.
+    """Makes metrics of a step's stats.
+
+    An array, such as one value for each layer, also gives its mean, min and max.
     """
     metrics: dict[str, jax.Array] = {}
     for name, x in stats.items():
-        figures = (
-            {"": x}
-            if x.ndim == 0
-            else {"/mean": x.mean(), "/min": x.min(), "/max": x.max()}
-        )
-        figures |= {"": x} if x.size <= _MOST_NUMBERS else {}
-        metrics |= {f"stats/{name}{end}": value for end, value in figures.items()}
+        key = f"stats/{name}"
+        if x.ndim > 0:
+            metrics[f"{key}/mean"] = x.mean()
+            metrics[f"{key}/min"] = x.min()
+            metrics[f"{key}/max"] = x.max()
+        if x.size <= _MOST_NUMBERS:
+            metrics[key] = x
     return metrics
 
 
 def _count_tokens(batch: Batch, norm: jax.Array) -> jax.Array:
-    """Counts the targets that have a weight, or samples where none has; known only
-    after the norm.
+    """Counts the targets that have a weight, or the samples if there are no weights.
 
-    A sum over devices that depends on nothing may run before or beside those in the
-    layers' loop (XLA on CPU), and processes that differ in that mix up their messages.
+    The count depends on the norm, which orders it. On CPU, XLA may otherwise run this
+    sum over devices before or during the sums of the layers. If processes differ in
+    that order, they mix up their messages.
     """
     if "weights" in batch:
         return jnp.sum((batch["weights"] > 0) & ~(norm < -1))
-    return jnp.int32(next(iter(batch.values())).shape[0])
+    samples: jax.Array = jnp.int32(next(iter(batch.values())).shape[0])
+    return samples
 
 
 def apply_stats(spec: ModelSpec, cut: Staging | None, state: State, sums: Sums) -> Tree:
-    """Returns the model state after the model was told the step's stats."""
+    """Calls the model's `update(stats)` and returns the model state that it leaves.
+
+    Args:
+      spec: the model with flat blocks.
+      cut: the pipeline's partition of the layers; None: no pipeline.
+      state: the state before the update.
+      sums: the step's sums, with the stats and the model state.
+
+    Raises:
+      ConfigError: `update` changes parameters.
+    """
     if not sums.loss.stats:
         return sums.model_state
-    parts = [state.trainable, sums.model_state, state.frozen]
-    parts = [*map(cut.flat, parts)] if cut else parts
-    model = spec.assemble(*parts)
+    trainable = state.trainable
+    model_state = sums.model_state
+    frozen = state.frozen
+    if cut:
+        trainable, model_state, frozen = map(cut.flat, (trainable, model_state, frozen))
+    model = spec.assemble(trainable, model_state, frozen)
     model.update(sums.loss.stats)
-    trainable, after, _ = spec.arrays_of(model)
-    if any(
-        new is not old
-        for new, old in zip(*map(jax.tree.leaves, (trainable, parts[0])), strict=True)
-    ):
+    trainable_after, after, _ = spec.arrays_of(model)
+    leaves = zip(
+        jax.tree.leaves(trainable_after), jax.tree.leaves(trainable), strict=True
+    )
+    if any(new is not old for new, old in leaves):
         name = type(model).__name__
         raise ConfigError(
             f"{name}.update changes parameters; keep such values in an nnx.Variable"
@@ -352,26 +396,29 @@ def apply_stats(spec: ModelSpec, cut: Staging | None, state: State, sums: Sums) 
 
 
 def where_finite(good: jax.Array, new: Tree, old: Tree) -> Tree:
-    """Returns the new tree, or the old one if the step was not good."""
+    """Selects the new tree if the step was good, otherwise the old one."""
     return jax.tree.map(lambda new, old: jnp.where(good, new, old), new, old)
 
 
 def after_params_updated(good: jax.Array, parameters: Tree) -> jax.Array:
-    """Returns `good`, but known only after the new parameters are.
+    """Returns `good`, available only after the new parameters are computed.
 
-    Their update reads the old moments. XLA updates in place what it can prove to be
-    read no more; left unordered, it copies all moments first (8 bytes a parameter and
-    device). The order costs a little time, so it is kept to meshes, whose layouts are
-    chosen for memory.
+    The update of the parameters reads the old moments. XLA updates the moments in place
+    only if this read comes first. Without this order it copies all moments (8 bytes a
+    parameter and device). The order costs a little time, so only meshes use it: their
+    layouts are chosen for memory.
     """
-    firsts = sum(
+    first_elements = sum(
         leaf[(0,) * leaf.ndim].astype(jnp.float32)
         for leaf in jax.tree.leaves(parameters)
     )
-    return good & ~jnp.isnan(firsts)
+    return good & ~jnp.isnan(first_elements)
 
 
 def _as_state(tree: Tree, names: Tree) -> Tree:
-    """Returns the tree laid out as optimizer state: each shard updates its own part."""
+    """Gives a tree the sharding of the optimizer's state.
+
+    So each device updates only its shard.
+    """
     now = execution.current()
-    return jax.tree.map(lambda x, own: now.lay_out(x, Rules.state, own), tree, names)
+    return jax.tree.map(lambda x, dims: now.lay_out(x, Rules.state, dims), tree, names)

@@ -22,11 +22,13 @@ def open_data(
     *,
     stride: int | None = None,
 ) -> Dataset:
-    """Opens the dataset of the run in `folder`.
+    """Opens the dataset of a run.
 
     Args:
-      log: takes a line per event of making its tokens.
-      stride: see `open_dataset`.
+      run: the run's config.
+      folder: the workdir.
+      log: receives lines about the progress of tokenization.
+      stride: targets between sliding windows; see `open_dataset`.
     """
     return open_dataset(
         run.data,
@@ -40,7 +42,7 @@ def open_data(
 
 
 def batch_shardings(run: RunConfig, built: TrainStep) -> Mapping[str, Sharding]:
-    """Returns the sharding of each entry of the run's batches; may read its files."""
+    """Chooses the sharding of each entry of a batch. This may read files of the data."""
     return built.batch_shardings(compose.batch_shapes(run))
 
 
@@ -50,9 +52,9 @@ def train_loader(
     dataset: Dataset,
     start: int,
 ) -> Loader:
-    """Loads the global training batches onto the devices, from step `start` on.
+    """Makes the loader of training batches, which starts at step `start`.
 
-    Reads no file anew.
+    It reads no files of the data.
     """
     run = composition.config
     return Loader(
@@ -68,7 +70,7 @@ def train_loader(
 def held_out_loader(
     run: RunConfig, shardings: Mapping[str, Sharding], dataset: Dataset
 ) -> Loader:
-    """Loads the held-out batches onto the devices; reads no file anew."""
+    """Makes the loader of held-out batches. It reads no files of the data."""
     return Loader(
         dataset,
         global_size=run.batch.global_size,
@@ -79,13 +81,12 @@ def held_out_loader(
 
 
 def balancer(composition: Composition, dataset: Dataset) -> Balancer:
-    """Makes what places the rows of a run's batches, and tells how even their attention
-    work is.
-    """
+    """Makes the balancer, which assigns rows to devices and measures how even they are."""
     run = composition.config
     batch = run.batch
     heads = getattr(run.model_config, "num_heads", None)
-    # Attention by heads has equal work in every row on each device: context stays 1.
+    # Attention that is split by heads works equally on all devices of `context`, so
+    # these count as one.
     context = 1
     zigzag = False
     if heads and run.data.is_text:
@@ -96,11 +97,11 @@ def balancer(composition: Composition, dataset: Dataset) -> Balancer:
             context = form.context
         zigzag = form.name == "ring"
     grid = StepGrid(
-        batch.accumulation,
-        composition.microbatches,
-        composition.shape.batch_shards,
-        context,
-        zigzag,
+        accumulation=batch.accumulation,
+        microbatches=composition.microbatches,
+        batch_shards=composition.shape.batch_shards,
+        context=context,
+        zigzag=zigzag,
     )
     balanced = run.data.balance == "attention"
     return Balancer(dataset, batch.global_size, grid, balanced=balanced)

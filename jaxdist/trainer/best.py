@@ -1,5 +1,7 @@
-"""Which evaluation was the best so far: its checkpoint is kept, and a run that gets no
-better ends.
+"""The best evaluation of a run: its checkpoint is kept, and a run without progress ends.
+
+The stored record has the keys `of` (the metric and its direction), `step`, `value`, and
+`since` (the number of evaluations after it).
 """
 
 import contextlib
@@ -23,23 +25,23 @@ from jaxdist.trainer.run_config import RunConfig
 
 @dataclass(frozen=True)
 class BestRule:
-    """The figure of evaluations that is to become small, or large, and how long it may
-    not.
-    """
+    """The metric that decides which evaluation is best, and its consequences."""
 
-    name: str  # a field of an evaluation row
-    largest: bool
+    name: str  # a field of evaluation rows
+    largest: bool  # whether the largest value is best, not the smallest
     keeps: bool  # whether the best checkpoint is kept
-    patience: int  # evaluations without a better one that end the run; 0 = any number
+    # evaluations without a better one after which the run ends; 0 = no limit
+    patience: int
 
     def judged(
         self, before: Mapping[str, Any], step: int, row: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Returns the best so far after an evaluation: of, step, value, and since:
-        evaluations since then.
+        """Computes the record of the best evaluation after an evaluation.
 
         Args:
-          before: the same before it; {}: none, or of another figure.
+          before: the record before; {} or that of another metric: none.
+          step: the step of the evaluation.
+          row: the row of the evaluation.
         """
         value = row[self.name]
         known = before.get("of") == self._of
@@ -47,10 +49,16 @@ class BestRule:
         is_better = not known or sign * value < sign * before["value"]
         if is_better and math.isfinite(value):
             return {"of": self._of, "step": step, "value": value, "since": 0}
-        return {**before, "since": before["since"] + 1} if known else {}
+        if not known:
+            return {}
+        return {**before, "since": before["since"] + 1}
 
     def exhausted(self, best: Mapping[str, Any]) -> str:
-        """Explains why the run ends; "" if it does not."""
+        """Explains why the run ends; "" if it does not.
+
+        Args:
+          best: the record of the best evaluation.
+        """
         if (
             not self.patience
             or best.get("of") != self._of
@@ -67,10 +75,10 @@ class BestRule:
         return f"{self.name}:{'max' if self.largest else 'min'}"
 
     def check(self, config: RunConfig, built: TrainStep) -> None:
-        """Checks that the evaluations of a run's model have such a field; traces one.
+        """Traces an evaluation to check that its row has the metric.
 
         Raises:
-          ConfigError: they have not.
+          ConfigError: the row does not have it.
         """
         abstract = built.abstract_batch(compose.batch_shapes(config))
         *_, others = jax.eval_shape(built.evaluate, built.abstract_state, abstract)
@@ -83,23 +91,23 @@ class BestRule:
 
 
 class KeepBest(Callback):
-    """Keeps the checkpoint of the best evaluation; ends a run that gets no better."""
+    """A callback that keeps the best checkpoint, and ends a run without progress."""
 
     keys = ("checkpoint.keep_best", "train.patience")
     name = "best"
 
     def on_start(self, run: Run) -> None:
-        """Takes the rule of the run."""
+        """Reads the rule from the run's config."""
         self._run = run
         self._rule = best_rule(run.config)
         self._best: dict[str, Any] = {}
 
     def load(self, state: Any) -> None:
-        """Takes the best evaluation so far.
+        """Restores the record of the best evaluation, and may end a resumed run.
 
         Raises:
-          ConfigError: the run's evaluations have no such figure.
-          Malformed: `state` is something else.
+          ConfigError: the run's evaluations do not have the metric.
+          Malformed: the state is damaged.
         """
         self._best = checked_best(state or {})
         if self._rule is None:
@@ -110,11 +118,11 @@ class KeepBest(Callback):
         self._run.stop(self._rule.exhausted(self._best))
 
     def state(self) -> Any:
-        """Returns the best evaluation so far."""
+        """Returns the record of the best evaluation."""
         return self._best
 
     def on_evaluate(self, view: StepView, row: Mapping[str, float]) -> None:
-        """Requests a checkpoint of the best evaluation; stops where none was for long."""
+        """Requests a checkpoint of a best evaluation, or stops a run without progress."""
         if self._rule is None:
             return
         self._best = self._rule.judged(self._best, view.step, row)
@@ -127,30 +135,36 @@ class KeepBest(Callback):
 
 
 def best_rule(config: RunConfig) -> BestRule | None:
-    """Returns the rule of a run; None if nothing depends on the best evaluation."""
-    chosen = config.checkpoint.keep_best
+    """Reads the rule of a run; None if nothing depends on the best evaluation."""
+    keep_best = config.checkpoint.keep_best
     patience = config.train.patience
-    if not (chosen or patience):
+    if not (keep_best or patience):
         return None
-    name, _, end = chosen.partition(":")
-    return BestRule(name or "eval_loss", end == "max", bool(chosen), patience)
+    name, _, end = keep_best.partition(":")
+    return BestRule(
+        name=name or "eval_loss",
+        largest=end == "max",
+        keeps=bool(keep_best),
+        patience=patience,
+    )
 
 
 def checked_best(value: Any) -> dict[str, Any]:
-    """Returns the best so far as a checkpoint's metadata has it.
+    """Checks the record of the best evaluation in a checkpoint, and returns it.
 
     Raises:
-      Malformed: it is no such thing.
+      Malformed: the record is damaged.
     """
-    best = of_kind(value, dict, "the best evaluation")
-    kinds = {"of": str, "step": int, "value": float, "since": int} if best else {}
+    best: dict[str, Any] = of_kind(value, dict, "the best evaluation")
+    if not best:
+        return best
+    kinds = {"of": str, "step": int, "value": float, "since": int}
     for name in {**best, **kinds}:
         if name not in kinds:
             raise Malformed(f"the best evaluation has {name:.40}")
         of_kind(best.get(name), kinds[name], f"the best evaluation: {name}")
-    if best and (
-        min(best["step"], best["since"]) < 0 or not math.isfinite(best["value"])
-    ):
+    is_negative = min(best["step"], best["since"]) < 0
+    if is_negative or not math.isfinite(best["value"]):
         raise Malformed(f"the best evaluation is {best!r:.80}")
     return best
 
@@ -159,7 +173,7 @@ def best_step(checkpoints: Path) -> int:
     """Reads the step of the best evaluation from the newest readable checkpoint.
 
     Raises:
-      ConfigError: none tells one.
+      ConfigError: no checkpoint has a record of it.
     """
     for step in files.newest_first(checkpoints):
         with contextlib.suppress(CheckpointError, KeyError, TypeError, ValueError):

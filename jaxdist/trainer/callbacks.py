@@ -1,9 +1,9 @@
-"""Callbacks: what a run does beside training.
+"""Callbacks, which do everything in a run that is not training itself.
 
-A callback is a context manager with methods that the trainer calls. Each method may be
-left out. The trainer restores, trains, evaluates, saves and rolls back. All else that a
-run does (ledger, watchdog, logging, copies, report) is a callback in a list, and so is
-a function of the user (`every`).
+A callback is a context manager with methods that the trainer calls. Every method is
+optional. The trainer restores, trains, evaluates, saves and rolls back. Ledger,
+watchdog, logging, copies and report are callbacks, and so is a function of the user
+(`every`).
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ if TYPE_CHECKING:
 class Run:
     """A run, as its callbacks see it.
 
-    There is a `store` from `on_start` on, `built` from `load` on.
+    `store` exists from `on_start` on, and `built` from `load` on.
     """
 
     composition: Composition
-    folder: Path
+    folder: Path  # the workdir
     devices: Sequence[jax.Device]
-    # prints a line for people, on the first process
+    # prints a line on the first process
     note: Callable[[str], None]
-    # `note` for work that takes long: each line also shows that it goes on
+    # prints a line of slow work, and tells the callbacks that the work makes progress
     say: Callable[[str], None]
-    # asks all processes to save and stop, with a reason; from any thread
+    # asks all processes to save and stop, with a reason; callable from any thread
     preempt: Callable[[str], None]
-    num_chips: int = 1  # that have a price; machines, where devices are CPUs
-    # code, versions and machines, as run.json has them; {} on other processes
+    num_chips: int = 1  # chips that cost money; if the devices are CPUs, machines
+    # source, versions and machines, as in run.json; {} on processes but the first
     origin: Mapping[str, Any] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
-    # of rows and events; writes nothing until `on_start`, and on other processes
+    # writer of rows and events; it writes only on the first process, from `on_start` on
     writer: MetricsWriter = field(init=False, repr=False)
     store: CheckpointManager = field(init=False, repr=False)
     built: TrainStep = field(init=False, repr=False)
-    # without the batches that the run leaves out; None until its first state is known
+    # data without the batches that the run skips; None until the first state exists
     dataset: SkippingDataset | None = None
-    # why the run ends before its first step; "" if it does not
+    # why the run ends before its first step; "" = it does not
     stop_reason: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -68,20 +68,20 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """The config, refitted to the devices of an elastic run."""
+        """Returns the run's config, refitted to the devices of an elastic run."""
         return self.composition.config
 
     @property
     def spec(self) -> ModelSpec:
-        """The run's model."""
+        """Returns the run's model."""
         return self.composition.spec
 
     def stop(self, reason: str) -> None:
-        """Ends the run before its first step; with "" it goes on."""
+        """Ends the run before its first step, unless the reason is ""."""
         self.stop_reason = self.stop_reason or reason
 
     def samples(self, step: int) -> tuple[int, int]:
-        """Returns the first and the last global sample index that a step takes."""
+        """Computes the first and the last global sample index of a step's batch."""
         size = self.config.batch.global_size
         batch = step - 1
         if self.dataset is not None:
@@ -89,32 +89,33 @@ class Run:
         return batch * size, (batch + 1) * size - 1
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
-        """Appends an event to events.jsonl; any process may."""
+        """Appends an event to events.jsonl. Any process may call it."""
         self.writer.event(name, step, **fields)
 
 
 @dataclass
 class StepView:
-    """The step that has just been started, as a callback sees it.
+    """A step that has just been started, as a callback sees it.
 
-    For a callback with `steps` > 0 it is done and recorded, like all before it.
+    For a callback with `steps` > 0, the step and all earlier ones are done and recorded.
     """
 
-    step: int  # updates finished, this one included
-    state: State  # the next step takes its buffers: copy what is to last
-    metrics: Metrics  # of this step, on the devices
-    progress: Progress  # of the steps recorded so far; elapsed_s leaves out pauses
+    step: int  # number of updates, including this one
+    state: State  # donated to the next step: copy arrays that you keep
+    metrics: Metrics  # metrics of this step, on the devices
+    progress: Progress  # progress of the recorded steps
     last: bool  # whether no step follows
-    interrupted: (
-        bool  # whether a signal asked to stop: there may be no time for long work
-    )
+    # whether a signal asked to stop, so that there may be no time for long work
+    interrupted: bool
     # adds a row (step, values) to metrics.jsonl and loggers
     log: Callable[[int, Mapping[str, Any]], None]
-    # {path: what is trained}, as checkpoints have it
+    # returns the trained parameters by path, in the layout of checkpoints
     weights: Callable[[], dict[str, jax.Array]]
-    data_wait_s: float = 0.0  # that this process has waited for batches, in all
-    device_wait_s: float = 0.0  # that it has waited for its devices, in all
-    paused_s: float = 0.0  # that the loop has stood still for callbacks, in all
+    # total seconds that this process has waited for batches
+    data_wait_s: float = 0.0
+    # total seconds that this process has waited for its devices
+    device_wait_s: float = 0.0
+    paused_s: float = 0.0  # total seconds that callbacks have paused the loop
     save_requested: bool = field(default=False, init=False)
     stop_reason: str = field(default="", init=False)
 
@@ -123,79 +124,82 @@ class StepView:
         self.save_requested = True
 
     def stop(self, reason: str) -> None:
-        """Ends training as after the last step: it is evaluated and saved.
+        """Ends training, with an evaluation and a checkpoint as after the last step.
 
-        All processes stop after the same step, the next one at which they vote: a step
-        with an evaluation or a callback that the loop pauses for, or a row of metrics.
+        All processes stop after the same step: the next step at which they vote. They
+        vote after an evaluation, after a callback that pauses the loop, and at a row of
+        metrics.
         """
         self.stop_reason = reason
 
 
 @dataclass
 class RowView:
-    """A row of metrics before it is written; a callback may add values."""
+    """A row of metrics before it is written. A callback may add values."""
 
     step: int
     values: dict[str, Any]
-    steps: int  # since the row before
-    seconds: float  # since the row before, without pauses
-    device_wait_s: float  # of them, that this process waited for its devices
+    steps: int  # number of steps since the previous row
+    seconds: float  # seconds since the previous row, without pauses
+    # part of `seconds` that this process waited for its devices
+    device_wait_s: float
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run has ended: `on_end` and `Trainer.train` return it."""
+    """The end of a run, as `on_end` receives it."""
 
     state: State
-    stopped: str = ""  # by a signal, and that the run is saved; "" if none ended it
-    # why it ended before train.steps without a signal: a callback's reason, the time
+    stopped: str = ""  # message of a run that a signal stopped; "" = no signal
+    # why the run ended before train.steps without a signal; "" = it did not
     reason: str = ""
-    has_trained: bool = True  # False: the run had been finished before
-    # raised after `on_end`: the run is done, but its last updates were left out
+    has_trained: bool = True  # False = the run had finished in an earlier start
+    # raised after `on_end`, if the last updates of the run were skipped
     error: Exception | None = None
 
     @property
     def is_final(self) -> bool:
-        """Whether the run has just come to its end, and not to a signal."""
+        """Tests whether the run has trained and no signal stopped it."""
         return self.has_trained and not self.stopped
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A run that has ended."""
+    """The result of a run."""
 
     composition: Composition
     built: TrainStep
     state: State
-    stopped: str  # by a signal, and that the run is saved; "" if none ended it
-    # why it ended before train.steps without a signal: a callback's reason, the time
+    stopped: str  # message of a run that a signal stopped; "" = no signal
+    # why the run ended before train.steps without a signal; "" = it did not
     reason: str = ""
 
 
 class Callback:
-    """What a run does beside training. Every method may be left out.
+    """Work of a run that is not training itself. Every method is optional.
 
-    The trainer calls the methods in the order of the list, but `on_end` and `__exit__`
-    in reverse. `__exit__` is called after a failed start too. An error in a method ends
-    the run on all processes. Differs from a logger (`telemetry.loggers`): a logger
-    takes rows and events in a thread of its own, and cannot end a run.
+    The trainer calls each method of all callbacks in the order of the list, but `on_end`
+    and `__exit__` in reverse order. `__exit__` is also called after a failed start. An
+    error in a method ends the run on all processes. A logger (`telemetry.loggers`)
+    differs: it receives rows and events in a thread, and cannot end a run.
     """
 
-    # On the first process alone, where it must run no program on devices and talk to no
-    # other process. Else on every process, with the same calls at the same steps.
+    # Whether only the first process has the callback. It must then run no program on
+    # devices and exchange nothing with other processes. Otherwise every process makes
+    # the same calls at the same steps.
     lead_only = False
-    # 0: `on_step` follows each step, while the devices work on the next; it must not
-    # wait for them. n: it follows each n-th, and the last, once more if it is one of
-    # these, when all steps so far are recorded.
+    # Interval of `on_step`. With 0, it follows each step while the devices compute the
+    # next one, and must not wait for them. With n, it follows each n-th step, when all
+    # steps so far are recorded. It also follows the last step, in an additional call.
     steps = 0
     # Whether `on_step` of a callback with `steps` = 0 may request a save or the end.
     # Several processes then vote at each row of metrics.
     may_request = True
     # bucket of the ledger for the time of `on_step`, if `steps` > 0
     bucket = clock.HOOKS
-    # keys of the config, or groups of them, that do nothing without this callback
+    # keys or groups of the config that have no effect without this callback
     keys: tuple[str, ...] = ()
-    # under which a checkpoint keeps `state`
+    # name under which a checkpoint stores `state`; "" = it stores nothing
     name = ""
 
     def __enter__(self) -> Callback:
@@ -207,69 +211,68 @@ class Callback:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends what the callback began; `error` is what ended the run, if anything."""
+        """Releases the callback's resources; `error` is the error that ended the run."""
 
     def on_check(self, config: RunConfig) -> None:
-        """Follows the checks of the config; nothing has been written yet.
+        """Runs after the checks of the config. Nothing has been written yet.
 
         Raises:
-          ConfigError: the callback cannot do what the config wants.
+          ConfigError: the callback cannot do what the config requires.
         """
 
     def on_open(self, run: Run) -> None:
-        """Follows the lock of the run's folder; nothing in it has been read yet."""
+        """Runs after the run's folder is locked. Nothing in it has been read yet."""
 
     def on_start(self, run: Run) -> None:
-        """Follows the checks of config and folder; nothing is restored or compiled."""
+        """Runs after the checks, before anything is restored or compiled."""
 
     def on_phase(self, phase: str, step: int) -> None:
-        """Follows the start of a phase.
-
-        The phases are start, restore, compile, data, step, evaluate, vote (processes
-        agree on what their callbacks request), save and end.
+        """Runs as a phase starts.
 
         Args:
-          step: the one that it is for; 0 before the first.
+          phase: start, restore, compile, data, step, evaluate, vote (processes agree on
+            the requests of their callbacks), save or end.
+          step: the step that the phase is for; 0 before the first step.
         """
 
     def on_progress(self, text: str) -> None:
-        """Says that work of many seconds goes on, with the line it has printed."""
+        """Runs as slow work makes progress; `text` is the line that it has printed."""
 
     def on_step(self, view: StepView) -> None:
-        """Follows a step, see `steps`."""
+        """Runs after a step, at the interval `steps`."""
 
     def on_record(self, step: int) -> None:
-        """Says that a step is known to be done."""
+        """Runs once a step is known to be done."""
 
     def on_row(self, row: RowView) -> None:
-        """Takes a row of metrics before it is written; may add values."""
+        """Runs before a row of metrics is written, and may add values to it."""
 
     def on_evaluate(self, view: StepView, row: Mapping[str, float]) -> None:
-        """Takes the row of an evaluation; `view` can request a save or the end."""
+        """Runs after an evaluation. `view` can request a save or the end."""
 
     def on_save(self, step: int) -> None:
-        """Says that a checkpoint is whole on disk."""
+        """Runs once a checkpoint is complete on disk."""
 
     def on_fault(self, error: Exception) -> None:
-        """Says what went wrong; for `Diverged` the run then goes back."""
+        """Runs when the run fails. After a `Diverged` the run may roll back."""
 
     def on_end(self, end: RunEnd) -> None:
-        """Follows the last step and the last save."""
+        """Runs after the last step and the last save."""
 
     def state(self) -> Any:
-        """Gives what a checkpoint keeps of the callback, as JSON; None: nothing."""
+        """Returns the callback's state for checkpoints, as JSON; None = no state."""
         return None
 
     def load(self, state: Any) -> None:
-        """Takes back what `state` returned; None where the checkpoint has nothing.
+        """Restores the state that `state` returned; None if the checkpoint has none.
 
         Raises:
-          Malformed: it is something else.
+          Malformed: the state is damaged.
         """
 
 
 class Hook(Callback):
-    """A function of the user as a callback; see `every`."""
+    """A callback that calls a function of the user; see `every`."""
 
     def __init__(
         self, steps: int, function: Callable[[StepView], None], *, at_end: bool
@@ -277,12 +280,12 @@ class Hook(Callback):
         self.steps = steps
         self._function = function
         self._at_end = at_end
-        self._called_at = -1  # the last step that it was called after
+        self._called_at = -1  # the last step after which the function was called
 
     def on_step(self, view: StepView) -> None:
-        """Calls the function if the step is due; at most once for a step.
+        """Calls the function if the step is due, at most once for a step.
 
-        The loop calls this once more after the last step.
+        The loop calls this method an additional time after the last step.
         """
         if self.steps == 0 or view.interrupted or view.step == self._called_at:
             return
@@ -297,40 +300,42 @@ def every(
 ) -> Hook:
     """Makes a callback that calls `function` after each `steps` updates.
 
-    Before the call, the steps so far are done and recorded, so a small number costs the
-    devices their queue. All processes make the same calls, so the function may run
-    programs on all devices.
+    The loop waits for the devices before each call, so a small interval slows training.
+    All processes make the same calls, so the function may run programs on all devices.
 
     Args:
-      steps: updates between two calls; 0: never.
-      function: takes the step's `StepView`.
-      at_end: also call it after the last step. A run that a signal ends does not wait
-        for the function.
+      steps: updates between two calls; 0 = no calls.
+      function: called with the step's `StepView`.
+      at_end: whether to call it after the last step, too. It is not called if a signal
+        ends the run.
     """
     return Hook(steps, function, at_end=at_end)
 
 
 class CallbackList:
-    """The callbacks of a run, called as one."""
+    """The callbacks of a run, called together."""
 
     def __init__(self, entered: Sequence[Callback], others: Sequence[Callback]) -> None:
-        """Takes the callbacks; `entered` enters those that are not entered yet.
+        """Takes the callbacks of a run.
 
         Args:
-          entered: the caller's own, from before it joined the process group.
-          others: entered and left with the run.
+          entered: callbacks that the caller has entered, before it joined the process
+            group.
+          others: callbacks that the method `entered` enters and exits.
 
         Raises:
-          ConfigError: one of them is no callback.
+          ConfigError: an item is no callback.
         """
         everyone = [*entered, *others]
         check_callbacks(everyone)
         lead = jax.process_index() == 0
         self.keys = {key for callback in everyone for key in callback.keys}
+        # callbacks that run on this process
         self._here = [item for item in everyone if lead or not item.lead_only]
         self._others = others
         self._everyone = everyone
         self._started: list[Callback] = []
+        # whether a callback that follows each step may request a save or the end
         self.may_request = any(
             callback.may_request
             and callback.steps == 0
@@ -340,9 +345,9 @@ class CallbackList:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Enters the callbacks in order, and leaves them in reverse.
+        """Enters the callbacks in order, and exits them in reverse order.
 
-        An error on one process is raised on all, but where the run has ended by another.
+        An error on one process is raised on all, unless another error ended the run.
         """
         with contextlib.ExitStack() as stack:
             for callback in self._others:
@@ -354,7 +359,7 @@ class CallbackList:
                 stack.close()
 
     def check(self, config: RunConfig) -> None:
-        """Calls `on_check`; an error on one process is raised on all.
+        """Calls `on_check`. An error on one process is raised on all.
 
         Raises:
           ConfigError: a key of the config needs a callback that the run lacks.
@@ -365,12 +370,12 @@ class CallbackList:
                 callback.on_check(config)
 
     def open(self, run: Run) -> None:
-        """Calls `on_open`; the caller raises its error on all processes."""
+        """Calls `on_open`. The caller must raise an error on all processes."""
         for callback in self._here:
             callback.on_open(run)
 
     def start(self, run: Run) -> None:
-        """Calls `on_start`; an error on one process is raised on all."""
+        """Calls `on_start`. An error on one process is raised on all."""
         for callback in self._everyone:
             with coordination.raise_on_all():
                 if callback in self._here:
@@ -388,15 +393,18 @@ class CallbackList:
             callback.on_progress(text)
 
     def step(self, view: StepView) -> None:
-        """Calls `on_step` of those that follow each step."""
+        """Calls `on_step` of the callbacks that follow each step."""
         for callback in self._here:
             if callback.steps == 0:
                 callback.on_step(view)
 
     def due(self, step: int) -> list[Callback]:
-        """Lists those that the loop pauses for after a step; 0: after the last.
+        """Lists the callbacks that pause the loop after a step.
 
-        The list is empty on all processes, or on none.
+        The list is the same on all processes, including callbacks of the first process.
+
+        Args:
+          step: the step; 0 lists all callbacks that may pause the loop.
         """
         return [
             callback
@@ -405,7 +413,7 @@ class CallbackList:
         ]
 
     def paused_step(self, callback: Callback, view: StepView) -> None:
-        """Calls `on_step` of one that the loop pauses for."""
+        """Calls `on_step` of a callback that pauses the loop."""
         if callback in self._here:
             callback.on_step(view)
 
@@ -430,32 +438,30 @@ class CallbackList:
             callback.on_save(step)
 
     def fault(self, error: Exception) -> None:
-        """Calls `on_fault` of those that have started."""
+        """Calls `on_fault` of the callbacks that have started."""
         for callback in self._started:
             callback.on_fault(error)
 
     def end(self, end: RunEnd) -> None:
-        """Calls `on_end` in reverse order; an error of a `lead_only` one is raised on
-        all.
+        """Calls `on_end` in reverse order.
+
+        An error of a `lead_only` callback is raised on all processes.
         """
         for callback in reversed(self._everyone):
-            if callback.lead_only:
-                with coordination.raise_on_all():
-                    if callback in self._here:
-                        callback.on_end(end)
-            else:
+            if not callback.lead_only:
                 callback.on_end(end)
+                continue
+            with coordination.raise_on_all():
+                if callback in self._here:
+                    callback.on_end(end)
 
     def state(self) -> dict[str, Any]:
-        """Collects what a checkpoint keeps of all callbacks, by name."""
-        kept = {item.name: item.state() for item in self._here if item.name}
-        return {name: state for name, state in kept.items() if state is not None}
+        """Collects the states of callbacks for a checkpoint, by name."""
+        states = {item.name: item.state() for item in self._here if item.name}
+        return {name: state for name, state in states.items() if state is not None}
 
     def load(self, states: Mapping[str, Any]) -> None:
-        """Hands each callback what a checkpoint has kept of it.
-
-        An error on one process is raised on all.
-        """
+        """Restores the states of callbacks. An error on one process is raised on all."""
         with coordination.raise_on_all():
             for callback in self._here:
                 if callback.name:
@@ -463,10 +469,10 @@ class CallbackList:
 
 
 def check_callbacks(callbacks: Iterable[object]) -> None:
-    """Checks that all are callbacks.
+    """Checks that all items are callbacks.
 
     Raises:
-      ConfigError: one line for each that is none.
+      ConfigError: some are not. It has a line for each.
     """
     wrong = [item for item in callbacks if not isinstance(item, Callback)]
     if wrong:
@@ -480,26 +486,27 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
 
 
 def check_served(run: RunConfig, keys: Collection[str]) -> None:
-    """Checks that no key of a config is set in vain.
+    """Checks that every key that needs a callback has one.
 
     Args:
-      run: the config.
-      keys: that the run's callbacks serve; a group stands for its keys.
+      run: the run's config.
+      keys: keys that the run's callbacks serve. A group stands for all its keys.
 
     Raises:
-      ConfigError: one line for each key that needs a callback which the run lacks.
+      ConfigError: a key has a value, and the run lacks its callback. It has a line for
+        each such key.
     """
     faults = []
-    for key, fact in schema.schema_of(RunConfig).items():
+    for key, field_of_key in schema.schema_of(RunConfig).items():
         value = attrgetter(key)(run)
         group = key.partition(".")[0]
-        if not fact.callback or key in keys or group in keys:
+        if not field_of_key.callback or key in keys or group in keys:
             continue
-        if value != fact.default:
+        if value != field_of_key.default:
             faults.append(
                 f"{key}={value}: nothing in this run does that. The key needs the "
-                f"callback {fact.callback}. Pass it in callbacks=[...], or leave the "
-                f"key out."
+                f"callback {field_of_key.callback}. Pass it in callbacks=[...], or "
+                f"leave the key out."
             )
     if faults:
         raise ConfigError(faults)

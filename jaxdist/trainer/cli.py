@@ -1,5 +1,7 @@
-"""The command line of a run: from `--config NAME --config.a.b=value` to a RunConfig, and
-from `--workdir` to a trained run.
+"""The command lines of jaxdist: their flags, and the RunConfig that they make.
+
+Commands that start a run take `--config NAME --config.a.b=value`. Commands that use a
+trained run take `--workdir`.
 """
 
 import argparse
@@ -43,7 +45,7 @@ from jaxdist.trainer.weight_source import WeightSource
 
 
 class ConfigParser(Parser):
-    """A parser with --config and --help TEXT, for commands that take a run's config."""
+    """The parser of a command that takes a run's config: --config and --help TEXT."""
 
     def __init__(self, name: str, description: str | None) -> None:
         super().__init__(
@@ -65,23 +67,24 @@ def parse(
     *,
     weight_sources: Sequence[WeightSource] = (),
 ) -> tuple[argparse.Namespace, RunConfig]:
-    """Parses a command's own flags, and the RunConfig that they name.
+    """Parses the flags of a command and makes the RunConfig that they name.
 
-    With `--config` and `--help` it lists every field with type, default and meaning. A
-    `--workdir` with a run needs no `--config`: the run resumes with its own.
+    `--help` with `--config` prints every key with its type, default and meaning. If
+    `--workdir` names a run, `--config` may be missing: the run resumes with its config.
 
     Args:
-      arguments: the words of the command line; None: those of this process.
-      weight_sources: the sources of initial weights beside those of the core. A command
-        passes jaxdist.interop.WEIGHT_SOURCES.
+      parser: the command's parser.
+      arguments: words of the command line; default: those of this process.
+      weight_sources: sources of initial weights in addition to those of the core.
+        Commands pass jaxdist.interop.WEIGHT_SOURCES.
 
     Raises:
-      ConfigError: everything wrong with the config, at once.
+      ConfigError: the command line or the config is invalid. It lists all faults.
     """
     if arguments is None:
         arguments = sys.argv[1:]
-    overrides, rest, override_faults = _take_overrides(arguments)
-    flags, unknown = parser.parse_known_args(rest)
+    overrides, words, override_faults = _take_overrides(arguments)
+    flags, unknown = parser.parse_known_args(words)
     faults = [*_unknown_faults(unknown, vars(flags)), *override_faults]
     folder = getattr(flags, "workdir", None)
     if folder:
@@ -90,18 +93,10 @@ def parse(
         parser.print_help()
     if flags.config is None:
         flags.config = _config_in(folder, flags, faults)
-    if folder or hasattr(flags, "dry_run"):  # a plan keeps nothing without a workdir
+    # Commands without --dry-run, such as plan, use a folder only if --workdir names it.
+    if folder or hasattr(flags, "dry_run"):
         run_format.check_folder(workdir_of(flags))
-    config = _load(flags, overrides)
-    configured = schema.flatten(config).get("model.target", registry.DEFAULT_TARGET)
-    target = overrides.get("model.target", configured)
-    if hasattr(flags, "workdir"):
-        registry.refuse_inside(target, workdir_of(flags))
-    _refuse_source_code(target, overrides, config)
-    if target != configured:  # the other overrides are checked against its fields
-        with config.unlocked():
-            config.model = model_defaults(target)
-    fields = full_schema(target)
+    config, fields = _load_for_model(flags, overrides)
     if flags.help is not None:
         _print_fields(config, fields, flags.help)
         raise SystemExit(0)
@@ -113,11 +108,37 @@ def parse(
         raise ConfigError(faults)
     sources = initial_weights.chosen_sources(config, weight_sources)
     if sources:
-        before = _config_in_workdir(flags, target)
+        before = _config_in_workdir(flags, _target_of(config))
         initial_weights.apply_config(config, sources, set_keys=overrides, before=before)
     run = from_config(config)
     _check_loggers(flags, run, chosen=loggers.KEY in overrides)
     return flags, run
+
+
+def _load_for_model(
+    flags: argparse.Namespace, overrides: Mapping[str, str]
+) -> tuple[ConfigDict, schema.Schema]:
+    """Loads the config, and lists its keys for the model that the run trains.
+
+    Raises:
+      ConfigError: the config or its model cannot be loaded.
+    """
+    config = _load(flags, overrides)
+    configured = _target_of(config)
+    target = overrides.get("model.target", configured)
+    if hasattr(flags, "workdir"):
+        registry.refuse_inside(target, workdir_of(flags))
+    _refuse_source_code(target, overrides, config)
+    if target != configured:
+        # The other overrides are checked against the keys of this model.
+        with config.unlocked():
+            config.model = model_defaults(target)
+    return config, full_schema(target)
+
+
+def _target_of(config: ConfigDict) -> str:
+    target: str = schema.flatten(config).get("model.target", registry.DEFAULT_TARGET)
+    return target
 
 
 def _print_fields(config: ConfigDict, fields: schema.Schema, words: str) -> None:
@@ -131,40 +152,43 @@ def _print_fields(config: ConfigDict, fields: schema.Schema, words: str) -> None
 def _take_overrides(
     arguments: Sequence[str],
 ) -> tuple[dict[str, str], list[str], list[str]]:
-    """Takes the overrides out of a command line: --config.a.b=value or --config.a.b value.
+    """Takes the overrides, such as --config.a.b=value, out of a command line.
 
-    argparse would read a value such as -hello as a flag, so this comes first.
+    The value may also be a word of its own: --config.a.b value. This comes before
+    argparse, which would read a value such as -hello as a flag.
 
     Returns:
-      The overrides by path, the other words, and faults.
+      The overrides by key, the other words, and faults.
     """
     overrides = {}
-    rest = []
+    others = []
     faults = []
     words = deque(arguments)
     while words:
         word = words.popleft()
         path, equals, value = word.removeprefix("--config.").partition("=")
         if not word.startswith("--config."):
-            rest.append(word)
+            others.append(word)
         elif equals:
             overrides[path] = value
         elif _has_value(words):
             overrides[path] = words.popleft()
         else:
             faults.append(f"{path}: has no value; write --config.{path}=VALUE")
-    return overrides, rest, faults
+    return overrides, others, faults
 
 
 def _has_value(words: deque[str]) -> bool:
-    """Tests whether the next word may be the value of the flag before it."""
+    """Tests whether the next word may be the value of the previous flag."""
     return bool(words) and not words[0].startswith("--")
 
 
 def _workdir_faults(folder: str) -> Iterator[str]:
     if "://" in folder:
         yield f"--workdir {folder}: must be a local folder; checkpoint.folder takes gs://"
-    elif fault := workdir.name_fault(folder):
+        return
+    fault = workdir.name_fault(folder)
+    if fault:
         yield f"--workdir {fault}"
 
 
@@ -173,9 +197,14 @@ def _config_in(
 ) -> str:
     """Finds the config of the run in a workdir, for a command line without --config.
 
+    Args:
+      folder: the workdir, if the command line names one.
+      flags: the parsed flags.
+      faults: faults found so far, which the error repeats.
+
     Raises:
-      ConfigError: there is none. Has the faults so far, too.
-      SystemExit: the command line asks for --help, which is printed.
+      ConfigError: there is no such config.
+      SystemExit: the command line has --help, whose text was printed.
     """
     if folder and (Path(folder) / workdir.CONFIG).is_file():
         return str(Path(folder) / workdir.CONFIG)
@@ -195,22 +224,22 @@ _AS_CONFIG = "Did you mean --config "
 
 
 def _unknown_faults(words: Sequence[str], flags: Iterable[str]) -> Iterator[str]:
-    """Yields a line for each word that is no flag, with the flag that may be meant."""
+    """Yields an error for each unknown word, and suggests the flag that may be meant."""
     if not words:
         return
     flag_names = ["--" + flag.replace("_", "-") for flag in flags]
     paths = full_schema(registry.DEFAULT_TARGET)
     packaged = files.packaged_configs(files.packaged_folders())
-    left = deque(words)
-    while left:
-        word = left.popleft()
+    remaining = deque(words)
+    while remaining:
+        word = remaining.popleft()
         name, equals, value = word.partition("=")
-        wanted = name.removeprefix("--").replace("-", "_")
-        keys = [path for path in paths if wanted in (path, path.rpartition(".")[2])]
+        key_name = name.removeprefix("--").replace("-", "_")
+        keys = [path for path in paths if key_name in (path, path.rpartition(".")[2])]
         hint = suggest(name, flag_names)
         if name.startswith("--") and keys:
-            if not equals and _has_value(left):
-                value = left.popleft()
+            if not equals and _has_value(remaining):
+                value = remaining.popleft()
             texts = [f"--config.{key}={value or 'VALUE'}" for key in keys[:3]]
             hint = f" Did you mean {' or '.join(texts)}?"
         elif name.partition(":")[0] in packaged or name.endswith((".py", ".json")):
@@ -221,7 +250,8 @@ def _unknown_faults(words: Sequence[str], flags: Iterable[str]) -> Iterator[str]
 def _load(flags: argparse.Namespace, overrides: Mapping[str, str]) -> ConfigDict:
     """Loads the config that --config names: a Python file, or a run's config.json."""
     name = flags.config
-    if not _is_json_file(name):  # whose folder may have a colon
+    # The name of a folder above a config.json may have a colon.
+    if not _is_json_file(name):
         file, _, argument = name.partition(":")
         if _is_json_file(file):
             raise ConfigError(
@@ -242,9 +272,13 @@ def _is_json_file(name: str) -> bool:
 
 
 def _refuse_source_code(
-    target: str, overrides: Mapping[str, str], config: Mapping | ConfigDict
+    target: str, overrides: Mapping[str, str], config: Mapping[str, Any] | ConfigDict
 ) -> None:
-    """Raises ConfigError if the model's file lies in the run that it begins with."""
+    """Checks that the model's code is not stored in the run of `init.from_run`.
+
+    Raises:
+      ConfigError: it is stored there.
+    """
     source = {**schema.flatten(config), **overrides}.get("init.from_run")
     if isinstance(source, str) and source:
         source_run.refuse_code(source, target)
@@ -253,13 +287,16 @@ def _refuse_source_code(
 def _check_loggers(
     flags: argparse.Namespace, config: RunConfig, *, chosen: bool
 ) -> None:
-    """Checks that a command that trains executes no logger's code unasked.
+    """Checks that a command that trains executes no untrusted code of a logger.
 
     Args:
-      chosen: the command line names the loggers.
+      flags: the parsed flags.
+      config: the run's config.
+      chosen: whether the command line names the loggers.
 
     Raises:
-      ConfigError: the code is in the run's folder, or only its config names it.
+      ConfigError: the code is stored in the run's folder, or only a stored config names
+        it.
     """
     trains = hasattr(flags, "dry_run")
     if not trains:
@@ -281,7 +318,7 @@ def workdir_of(flags: argparse.Namespace) -> Path:
 
 
 def _config_in_workdir(flags: argparse.Namespace, target: str) -> RunConfig | None:
-    """Reads the config of the run in a command's workdir, if there is one."""
+    """Reads the config of the run in a command's workdir; None if there is none."""
     if not hasattr(flags, "workdir"):
         return None
     folder = workdir_of(flags)
@@ -307,9 +344,7 @@ def _step(text: str) -> int | str:
 
 
 class WorkdirParser(Parser):
-    """A parser with --workdir, --step and --mesh, for commands that use a
-    trained run.
-    """
+    """The parser of a command that uses a trained run: --workdir, --step and --mesh."""
 
     def __init__(self, name: str, description: str | None) -> None:
         super().__init__(prog=f"jaxdist {name}", description=description)
@@ -325,21 +360,25 @@ class WorkdirParser(Parser):
             "--mesh",
             help="AXIS=SIZE,..., e.g. fsdp=4,tensor=2 (default: one that fits); context for long texts",
         )
-        named = "of the run, if its model is your own: trusts this code alone"
         self.add_argument(
-            "--config.model.target", dest="target", metavar="TARGET", help=named
+            "--config.model.target",
+            dest="target",
+            metavar="TARGET",
+            help="the run's model, if it is your own; only this code is trusted",
         )
         add_trust(self)
 
 
 def run_options(flags: argparse.Namespace) -> dict[str, Any]:
-    """Joins the processes; returns the options of `loading.load_run` that the flags of
-    a WorkdirParser give.
+    """Joins the processes and makes the options of `loading.load_run`.
 
-    Standard output is for results: all else goes to standard error.
+    Standard output is kept for results, so messages go to standard error.
+
+    Args:
+      flags: flags of a WorkdirParser.
 
     Raises:
-      ConfigError: --mesh names no mesh.
+      ConfigError: --mesh is no valid mesh.
     """
     mesh = None
     if flags.mesh:
@@ -350,11 +389,11 @@ def run_options(flags: argparse.Namespace) -> dict[str, Any]:
         }
         mesh = schema.from_config_dict(MeshConfig, axes)
     print_error(initialize.prepare())
-    trust = {"target": flags.target, "trust_code": flags.trust_code}
     return {
         "folder": flags.workdir,
         "step": flags.step,
         "mesh": mesh,
         "log": print_error,
-        **trust,
+        "target": flags.target,
+        "trust_code": flags.trust_code,
     }

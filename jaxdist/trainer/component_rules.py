@@ -1,4 +1,4 @@
-"""The rules between a run's components that hold on any devices."""
+"""Rules between the config groups of a run that do not depend on the devices."""
 
 import math
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ from jaxdist.optim.config import warmup_faults
 from jaxdist.step.update import offload_obstacle
 from jaxdist.trainer.run_config import RunConfig
 
-# elements: more than any machine has, few enough to count bytes in 64 bits
+# largest number of elements: more than any machine holds, and its bytes fit 64 bits
 LARGEST = 2**48
-_OF_64_BITS = ("seed", "data.validation_tokens")
+_OF_64_BITS = ("seed", "data.validation_tokens")  # keys that may exceed 32 bits
 
 
 def component_faults(run: RunConfig) -> Iterator[str]:
-    """Yields which values of different components do not go together."""
+    """Yields values of different config groups that do not fit together."""
     train = run.train
     length = run.batch.sequence_length
     longest = getattr(run.model_config, "max_length", None)
@@ -41,45 +41,49 @@ def component_faults(run: RunConfig) -> Iterator[str]:
             f"batch.sequence_length={length} exceeds the model's longest sequence, {longest}{learned}; "
             f"shorten the sequence"
         )
-    by_evaluations = {
-        "checkpoint.keep_best": run.checkpoint.keep_best,
-        "train.patience": train.patience,
-    }
-    if not train.eval_every and any(by_evaluations.values()):
-        keys = ", ".join(
-            f"{key}={value}" for key, value in by_evaluations.items() if value
-        )
-        yield f"{keys}: evaluations decide, and train.eval_every=0 makes none; set it"
+    if not train.eval_every:
+        need_evaluations = {
+            "checkpoint.keep_best": run.checkpoint.keep_best,
+            "train.patience": train.patience,
+        }
+        keys = [f"{key}={value}" for key, value in need_evaluations.items() if value]
+        if keys:
+            yield (
+                f"{', '.join(keys)}: evaluations decide, and train.eval_every=0 makes "
+                f"none; set it"
+            )
     yield from warmup_faults(run.optimizer, train.steps)
     if run.lora.from_peft and not run.init.from_huggingface:
         yield "lora.from_peft needs the model that it adapts; set init.from_huggingface"
 
 
 def model_faults(run: RunConfig) -> list[str]:
-    """Lists why no spec can be made of a run's model: its options, patterns, sizes."""
+    """Lists faults that keep the model from being described: options, patterns, sizes."""
     faults = registry.option_faults(run.model_class, run.model_options)
-    for part in ("lora", "optimizer"):  # their patterns choose parameters
+    # These groups have patterns, which choose parameters of the model.
+    for part in ("lora", "optimizer"):
         faults += schema.faults(getattr(run, part), f"{part}.")
     return [*faults, *_size_faults(run)]
 
 
 def _size_faults(run: RunConfig) -> Iterator[str]:
-    """Yields what would overflow the integers of jax or of its compiler, which ends the
-    process.
+    """Yields sizes that overflow the integers of jax or of its compiler.
+
+    Such an overflow would end the process.
     """
     flat = schema.flatten(schema.to_config_dict(run))
-    left_out: tuple[str, ...] = _OF_64_BITS
+    unchecked: tuple[str, ...] = _OF_64_BITS
     if not run.model["target"].startswith("jaxdist."):
-        left_out += ("model.",)  # only the model knows what its options mean
+        unchecked += ("model.",)  # the options of a user's model may mean anything
     counts = {
         path: number
         for path, number in flat.items()
-        if type(number) is int and not path.startswith(left_out)
+        if type(number) is int and not path.startswith(unchecked)
     }
-    wrong = [path for path, number in counts.items() if abs(number) >= 2**31]
-    for path in wrong:
+    too_large = [path for path, number in counts.items() if abs(number) >= 2**31]
+    for path in too_large:
         yield f"{path}: got {counts[path]}, required less than 2**31 = {2**31}; lower it"
-    if wrong:
+    if too_large:
         return
     sizes = ["batch.global_size", "batch.sequence_length"]
     options = [path for path in counts if path.startswith("model.")]

@@ -1,7 +1,7 @@
-"""A RunConfig taken apart: what a run is made of, and the train step built of it.
+"""The composition of a run from its config: model, mesh rules and train step.
 
-Training, planning, verification, evaluation and benchmarks ask the same `Composition`.
-Nothing here has effects: no file is written, no array is made.
+Training, planning, verification, evaluation and benchmarks use the same `Composition`.
+This module writes no files and makes no arrays.
 """
 
 import dataclasses
@@ -33,16 +33,17 @@ from jaxdist.trainer.run_config import Build, RunConfig
 
 
 def with_overrides(run: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
-    """Replaces values of a config.
+    """Returns a config with some values replaced.
 
     Args:
-      run: the config; it stays as it is.
-      overrides: new values by key, as in {"mesh.fsdp": 8}; or whole groups, as in
-        {"remat": RematConfig("full")}. The values have the types of their fields: they
+      run: the config, which is not changed.
+      overrides: new values by key, such as {"mesh.fsdp": 8}, or whole groups, such as
+        {"remat": RematConfig("full")}. Values must have the types of their fields: they
         are neither converted nor checked.
 
     Raises:
-      AttributeError, TypeError: there is no such key.
+      AttributeError: a group or model option does not exist.
+      TypeError: a key of a group does not exist.
     """
     for key, value in overrides.items():
         run = _with_value(run, key.split("."), value)
@@ -50,7 +51,7 @@ def with_overrides(run: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
 
 
 def _with_value(group: Any, path: Sequence[str], value: Any) -> Any:
-    """Replaces one value of a group, which is a dataclass or the options of a model."""
+    """Replaces one value of a group: a dataclass, or a mapping of model options."""
     name, *rest = path
     if isinstance(group, Mapping):
         if name not in group:
@@ -67,10 +68,11 @@ def model_spec(run: RunConfig, build: Build | None = None) -> ModelSpec:
     """Describes a run's model, with its adapters.
 
     Args:
-      build: makes the model from its rngs; default: what `model.*` says.
+      run: the run's config.
+      build: makes the caller's model; default: the config names the model.
 
     Raises:
-      ConfigError: it cannot be built so.
+      ConfigError: the model cannot be built.
     """
     build = build or registry.build_function(run.model_class, run.model_options)
     return describe(
@@ -83,30 +85,31 @@ def model_spec(run: RunConfig, build: Build | None = None) -> ModelSpec:
 def batch_shapes(
     run: RunConfig, size: int | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Describes a batch by entry, as the run's dataset makes it; may read its files.
+    """Describes a batch of the run's dataset by entry. This may read files of the data.
 
     Args:
-      size: samples; default: the global batch.
+      run: the run's config.
+      size: number of samples; default: that of the global batch.
 
     Raises:
-      ConfigError: `data.source=arrays` has no such file.
+      ConfigError: the file of `data.source=arrays` does not exist.
     """
     if size is None:
         size = run.batch.global_size
     samples = sample_shapes(run.data, run.batch.sequence_length)
     return {
-        name: jax.ShapeDtypeStruct((size, *dims), dtype)
+        name: jax.ShapeDtypeStruct((size, *dims), dtype)  # type: ignore[no-untyped-call]  # jax is untyped
         for name, (dims, dtype) in samples.items()
     }
 
 
 def targets_per_sample(run: RunConfig) -> int:
-    """Counts the targets of a sample, the unit of speeds and FLOPs; an image has 1."""
+    """Counts the targets of a sample, the unit of speeds and FLOPs. An image has 1."""
     return math.prod(_dims_of_weights(run))
 
 
 def unit(run: RunConfig) -> str:
-    """Names what a run counts: "tokens", or "samples" if each has a single target."""
+    """Returns "tokens", or "samples" if each sample has a single target."""
     return "tokens" if _dims_of_weights(run) else "samples"
 
 
@@ -121,23 +124,23 @@ def _dims_of_weights(run: RunConfig) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Composition:
-    """A run on a mesh of some shape: its config, model and sharding rules.
+    """The config, the model and the sharding rules of a run on a mesh.
 
-    `validation` makes and checks it; `compose` makes it unchecked.
+    `validation.validate` makes and checks one. `compose` makes one without checks.
     """
 
     config: RunConfig
     rules: Rules
-    spec: ModelSpec  # of the model with flat layers
+    spec: ModelSpec  # the model with flat layers
 
     @property
     def shape(self) -> MeshShape:
-        """The resolved mesh."""
+        """Returns the sizes of the mesh axes."""
         return self.rules.shape
 
     @functools.cached_property
     def staging(self) -> Staging | None:
-        """The model's layers on the stages of a pipeline; None without one."""
+        """Returns the partition of the layers into stages; None without a pipeline."""
         stages = self.shape.sizes["pipeline"]
         if stages == 1:
             return None
@@ -152,48 +155,47 @@ class Composition:
 
     @functools.cached_property
     def staged_spec(self) -> ModelSpec:
-        """The model as the step holds it: with a pipeline, layers are split in
-        stages.
-        """
+        """Returns the model as the step holds it: with a pipeline, layers by stage."""
         if self.staging is None:
             return self.spec
         return self.staging.staged_spec(self.spec)
 
     @property
     def microbatches(self) -> int:
-        """The microbatches of an accumulation step; 1 without a pipeline."""
+        """Returns the microbatches of an accumulation step; 1 without a pipeline."""
         return self.config.pipeline.microbatches_for(self.shape.sizes["pipeline"])
 
     @property
     def parts(self) -> int:
-        """The sequential parts of a step's batch."""
+        """Returns the number of parts that a step's batch is cut into."""
         return self.config.batch.accumulation * self.microbatches
 
     @property
     def loss_scale(self) -> DynamicLossScale | None:
-        """The rule of the loss scale; None where gradients need none."""
+        """Returns the rule of the loss scale; None if gradients are not scaled."""
         precision = self.config.precision
         if not precision.format.scales_loss:
             return None
         return DynamicLossScale(
-            precision.loss_scale, precision.loss_scale_growth_interval
+            initial=precision.loss_scale,
+            growth_interval=precision.loss_scale_growth_interval,
         )
 
     def placements(self) -> list[Placement]:
-        """Places every parameter on the mesh, those of frozen modules too.
+        """Places every parameter on the mesh, including those of frozen modules.
 
         Raises:
-          ConfigError: dims that an axis does not divide.
+          ConfigError: a mesh axis does not divide a dim of a parameter.
         """
         params = self.config.precision.params
         parameters = {}
         for path, (x, names) in self.staged_spec.all_parameters().items():
-            stored = jax.ShapeDtypeStruct(x.shape, stored_dtype(x, params))
+            stored = jax.ShapeDtypeStruct(x.shape, stored_dtype(x, params))  # type: ignore[no-untyped-call]  # jax is untyped
             parameters[path] = (stored, names)
         return place(parameters, self.rules)
 
     def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
-        """Arranges devices as the mesh of the run; default: all devices."""
+        """Arranges devices as the run's mesh; default: all devices."""
         return build_mesh(self.config.mesh, devices)
 
     def build_step(
@@ -204,14 +206,15 @@ class Composition:
         schedule_steps: schedules.ScheduleSteps | None = None,
         max_traces: int | None = None,
     ) -> TrainStep:
-        """Builds the train step of the run; nothing is traced or compiled.
+        """Builds the train step of the run. Nothing is compiled yet.
 
         Args:
-          devices: of the mesh; default: all.
-          optimizer: instead of the config's.
-          schedule_steps: of a run that was extended; default: the config's.
-          max_traces: times that `step` may be traced; a further one raises a
-            RuntimeError.
+          devices: devices of the mesh; default: all.
+          optimizer: the caller's optimizer; default: that of the config.
+          schedule_steps: steps of the learning-rate schedule, for a run that was
+            extended; default: those of the config.
+          max_traces: traces of `step` after which another one raises a RuntimeError;
+            default: no limit.
         """
         run = self.config
         schedule = schedules.build_schedule(
@@ -243,12 +246,14 @@ class Composition:
 
 
 def compose(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Composition:
-    """Composes a run on a mesh without checking it.
+    """Composes a run on a mesh without checks.
 
     Args:
-      spec: of the run's model, see `model_spec`.
+      run: the run's config.
+      shape: sizes of the mesh axes.
+      spec: the run's model; see `model_spec`.
     """
-    # Only models of `jaxdist.ops` know their stage's part of the vocabulary.
+    # Only the ops of jaxdist can work on a stage's shard of the vocabulary.
     vocab_over_stages = run.pipeline.edges == "sharded" and spec.casts_itself
     rules = build_rules(
         run.mesh,

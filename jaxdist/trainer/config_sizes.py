@@ -1,4 +1,4 @@
-"""The shipped configs at the size of a CPU minute: `--config NAME:tiny`."""
+"""The shipped configs at a size that trains for a minute on a CPU: NAME:tiny."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from jaxdist.config import ConfigError
 
 
 def sized(config: ConfigDict, size: str | None) -> ConfigDict:
-    """Shrinks a shipped config to a CPU minute of the same family.
+    """Shrinks a shipped config to a model of the same family that trains in a minute.
 
     Args:
-      config: is changed.
-      size: "tiny", or None, which leaves the config as it is.
+      config: the config to change.
+      size: "tiny"; None changes nothing.
 
     Raises:
-      ConfigError: another size.
+      ConfigError: the size is unknown.
     """
     if size is None:
         return config

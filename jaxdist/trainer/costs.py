@@ -1,4 +1,6 @@
-"""What the ops of a run's model declare that they need."""
+"""The costs that the ops of a run's model declare."""
+
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -10,25 +12,30 @@ from jaxdist.trainer.run_config import RunConfig
 
 
 def costs_of(run: RunConfig) -> list[Cost]:
-    """Returns the costs of the model's ops, of all sequences; [] if it declares none."""
-    costs = registry.model_hook(run.model_config, "costs")
-    return costs(targets_per_sample(run)) if costs else []
+    """Lists the costs of the model's ops; [] if the model declares none."""
+    return _declared_costs(run, run.model_config)
 
 
 def module_costs(run: RunConfig, module: ModelSpec) -> list[Cost]:
-    """Returns the costs of a frozen module's ops; [] if its model declares none."""
-    config = getattr(module.abstract_model, "config", None)
-    costs = registry.model_hook(config, "costs")
-    return costs(targets_per_sample(run)) if costs else []
+    """Lists the costs of a frozen module's ops; [] if its model declares none."""
+    return _declared_costs(run, getattr(module.abstract_model, "config", None))
+
+
+def _declared_costs(run: RunConfig, model_config: Any) -> list[Cost]:
+    hook = registry.model_hook(model_config, "costs")
+    if hook is None:
+        return []
+    costs: list[Cost] = hook(targets_per_sample(run))
+    return costs
 
 
 def itemsize_of(run: RunConfig) -> int:
-    """Returns the bytes of an activation's element."""
+    """Returns the bytes of an element of activations."""
     return jnp.dtype(run.precision.compute).itemsize
 
 
 def undeclared_lines(run: RunConfig) -> list[str]:
-    """Returns the line that says that a model declares no costs; none if it does."""
+    """Warns that a model declares no costs; [] if it does, or if it counts its FLOPs."""
     if costs_of(run) or registry.model_hook(run.model_config, "flops_per_token"):
         return []
     return [

@@ -1,19 +1,19 @@
-"""Where a run lies by default. Needs no jax."""
+"""The default workdir of a run. This module imports no jax."""
 
 import re
 from pathlib import Path
 
 
 def default_workdir(config: str) -> str:
-    """Returns `runs/NAME` of a `--config` value, `runs/NAME-ARGUMENT` where it has an
-    argument.
+    """Derives the workdir from the value of --config.
 
-    A run's config.json has the name of the run's folder.
+    The value NAME gives runs/NAME, and NAME:ARGUMENT gives runs/NAME-ARGUMENT. For the
+    config.json of a run, NAME is the name of its folder.
     """
-    name, _, argument = config.partition(":")
-    file = Path(name)
-    parts = [
-        file.absolute().parent.name if file.name == "config.json" else file.stem,
-        re.sub(r"[^\w.]+", "-", argument).strip("-"),
-    ]
-    return "runs/" + "-".join(filter(None, parts))
+    file_name, _, argument = config.partition(":")
+    file = Path(file_name)
+    name = file.stem
+    if file.name == "config.json":
+        name = file.absolute().parent.name
+    suffix = re.sub(r"[^\w.]+", "-", argument).strip("-")
+    return "runs/" + "-".join(filter(None, [name, suffix]))

@@ -1,16 +1,15 @@
-"""A run on another number of devices than its config was written for: same batch, other
-layout.
+"""The layout of an elastic run, which trains on another number of devices.
 
-The global batch, the learning rate, the order of data and all keys are functions of the
-config and the step, so only two things move: the sizes of mesh axes, and the
-accumulation. Pure arithmetic, without jax: the supervisor asks the same function before
-it starts the processes.
+The global batch, the learning rate, the order of data and all random keys depend only on
+the config and the step. So a refit changes only the sizes of mesh axes and the
+accumulation. This module is arithmetic without jax: the supervisor uses it before it
+starts the processes.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,8 +23,9 @@ from jaxdist.parallel.axes import (
 )
 from jaxdist.telemetry.metrics import read_events
 
-_LARGEST = 1 << 24  # size of an axis or a batch; more would keep `divisors` busy
-# set by launch --min-processes; 0: as at the first start
+_LARGEST = 1 << 24  # largest axis or batch, so that `divisors` stays fast
+# Variable that `launch --min-processes` sets: the processes of a full run. 0 = the
+# number of the first start.
 FULL_PROCESSES = "JAXDIST_FULL_PROCESSES"
 
 Run = TypeVar("Run", bound=Any)  # a config with `mesh`, `pipeline` and `batch`
@@ -33,7 +33,7 @@ Run = TypeVar("Run", bound=Any)  # a config with `mesh`, `pipeline` and `batch`
 
 @dataclasses.dataclass(frozen=True)
 class ElasticLayout:
-    """Whole sizes of the mesh axes, and the sequential parts of a step."""
+    """The sizes of the mesh axes, and the accumulation of a step."""
 
     axes: Mapping[str, int]
     accumulation: int
@@ -47,51 +47,73 @@ def fit(
     microbatches: int,
     dcn: Mapping[str, int],
 ) -> ElasticLayout | None:
-    """Returns the layout for `devices`, or None if no legal one has the same global
-    batch.
+    """Chooses the layout with the same global batch for a number of devices.
 
-    Axes other than data keep their size or shrink to a divisor of it (what divided the
-    model's dims still does); data takes the rest. Of the legal ones it has the most
-    model shards, so that a device's part of the state grows as little as can be. The
-    accumulation is the smallest that keeps the sequences of a device at a time at or
-    below those of the full layout.
+    Each axis but `data` keeps its size or shrinks to a divisor of it, so it still
+    divides the dims of the model. `data` takes the remaining devices. Among the valid
+    layouts, this chooses the one with the most model shards: a device's part of the
+    state then grows least. The accumulation is the smallest that keeps the sequences
+    per device and part at or below those of the full layout.
 
     Args:
-      full: the config's own layout, every size known.
-      microbatches: of an accumulation step; 0 = 4 x pipeline (1 without a pipeline).
-      dcn: parts of axes across slices, where more than 1: axes stay multiples of them.
+      full: the layout of the config, with known sizes.
+      devices: number of devices.
+      global_size: sequences of the global batch.
+      microbatches: microbatches of an accumulation step; 0 = 4 x pipeline.
+      dcn: parts of axes across slices. The sizes of these axes stay multiples of them.
+
+    Returns:
+      The layout; None if no valid layout has the same global batch.
     """
     if devices == math.prod(full.axes.values()):
         return full
-    most = max(global_size // (_parts(full.axes, microbatches) * full.accumulation), 1)
+    full_parts = _parts(full.axes, microbatches) * full.accumulation
+    most = max(global_size // full_parts, 1)
     choices = [
-        [n for n in divisors(full.axes[a]) if n % max(dcn.get(a, 1), 1) == 0]
-        for a in KEPT_AXES
+        [n for n in divisors(full.axes[axis]) if n % max(dcn.get(axis, 1), 1) == 0]
+        for axis in KEPT_AXES
     ]
-    layouts = []
+    best: tuple[tuple[int, tuple[int, ...]], ElasticLayout] | None = None
     for sizes in itertools.product(*choices):
-        rest, odd = divmod(devices, math.prod(sizes))
-        axes = dict(zip(KEPT_AXES, sizes, strict=True)) | {REST_AXIS: rest}
-        if odd or global_size % (parts := _parts(axes, microbatches)):
+        shards = math.prod(sizes)
+        if devices % shards:
             continue
-        legal = (
-            n
-            for n in divisors(global_size // parts)
-            if global_size // (parts * n) <= most
+        axes = dict(zip(KEPT_AXES, sizes, strict=True))
+        axes[REST_AXIS] = devices // shards
+        accumulation = _smallest_accumulation(
+            global_size, parts=_parts(axes, microbatches), most=most
         )
-        # none of a global size of 0, which is refused elsewhere
-        accumulation = next(legal, None)
-        if accumulation:
-            layouts.append((math.prod(sizes), sizes, ElasticLayout(axes, accumulation)))
-    return max(layouts, key=lambda entry: entry[:2])[2] if layouts else None
+        rank = (shards, sizes)
+        if accumulation and (best is None or rank > best[0]):
+            best = (rank, ElasticLayout(axes, accumulation))
+    return best[1] if best else None
+
+
+def _smallest_accumulation(global_size: int, *, parts: int, most: int) -> int | None:
+    """Finds the smallest accumulation with at most `most` sequences in each part.
+
+    Args:
+      global_size: sequences of the global batch.
+      parts: parts of an accumulation step.
+      most: sequences of a part, at most.
+
+    Returns:
+      The accumulation; None if the batch cannot be divided.
+    """
+    if global_size % parts:
+        return None
+    for accumulation in divisors(global_size // parts):
+        if global_size // (parts * accumulation) <= most:
+            return accumulation
+    return None
 
 
 def _parts(axes: Mapping[str, int], microbatches: int) -> int:
-    """Returns the parts of an accumulation step's batch: one for each batch shard and
-    microbatch.
-    """
-    flow = 1 if axes["pipeline"] == 1 else microbatches or 4 * axes["pipeline"]
-    return flow * math.prod(axes[axis] for axis in BATCH_AXES)
+    """Counts the batch shards and microbatches that divide an accumulation step."""
+    shards = math.prod(axes[axis] for axis in BATCH_AXES)
+    if axes["pipeline"] == 1:
+        return shards
+    return shards * (microbatches or 4 * axes["pipeline"])
 
 
 # --- configs --------------------------------------------------------------------------
@@ -100,8 +122,10 @@ def _parts(axes: Mapping[str, int], microbatches: int) -> int:
 def fit_config(
     config: Mapping[str, Any], *, devices: int, full_devices: int
 ) -> ElasticLayout | None:
-    """Returns `fit` for a run's config as nested mappings (config.json); None also if
-    it is no config.
+    """Calls `fit` for a run's config as nested mappings, such as config.json.
+
+    Returns:
+      The layout; None if none fits, or if the mapping is no valid config.
     """
     try:
         mesh = config["mesh"]
@@ -134,11 +158,16 @@ def _size(value: Any) -> int:
 
 
 def refit(run: Run, *, devices: int, full_devices: int | None) -> Run:
-    """Returns the run for the devices there are; as it is at full size, or if nothing
-    fits.
+    """Changes the layout of an elastic run to fit its devices.
 
     Args:
-      full_devices: what its config was written for; None: it is not elastic.
+      run: the run's config.
+      devices: number of devices.
+      full_devices: number of devices that the config was written for; None: the run is
+        not elastic.
+
+    Returns:
+      The changed config. It is unchanged at full size, or if no layout fits.
     """
     if full_devices is None or full_devices == devices:
         return run
@@ -146,7 +175,7 @@ def refit(run: Run, *, devices: int, full_devices: int | None) -> Run:
         dataclasses.asdict(run), devices=devices, full_devices=full_devices
     )
     if layout is None:
-        return run  # what is wrong is said where every config is checked
+        return run  # the validation reports that the devices do not fit
     shards = math.prod(layout.axes[axis] for axis in PARAMETER_SHARDS)
     zero = 3 if run.mesh.zero in (1, 2) and shards == 1 else run.mesh.zero
     mesh = dataclasses.replace(run.mesh, **layout.axes, zero=zero)
@@ -157,36 +186,47 @@ def refit(run: Run, *, devices: int, full_devices: int | None) -> Run:
 def full_devices(
     environ: Mapping[str, str], folder: Path, *, per_process: int
 ) -> int | None:
-    """Returns the devices that an elastic run's config was written for; None for any
-    other run.
+    """Finds the number of devices that the config of an elastic run was written for.
 
     Args:
-      per_process: devices of this process; all have as many.
+      environ: the environment of the process.
+      folder: the workdir.
+      per_process: devices of each process.
+
+    Returns:
+      The number; None if the run is not elastic, or if this is its first start.
     """
     processes = environ.get(FULL_PROCESSES)
     if processes is None:
         return None
-    return int(processes) * per_process or next(
-        (start["devices"] for start in _starts(folder)), None
-    )
+    if int(processes):
+        return int(processes) * per_process
+    return next(iter(_devices_of_starts(folder)), None)
 
 
 def resized(folder: Path, run: Run, devices: int) -> dict[str, Any] | None:
-    """Returns the fields of the event `resize` if the last start had other devices,
-    else None.
+    """Makes the fields of the event `resize`.
+
+    Returns:
+      The fields; None if the previous start had as many devices, or if there is none.
     """
-    before = [start["devices"] for start in _starts(folder)][-1:]
-    if before in ([], [devices]):
+    starts = _devices_of_starts(folder)
+    if not starts or starts[-1] == devices:
         return None
-    mesh = {axis: size for axis in AXES if (size := getattr(run.mesh, axis)) != 1}
-    sizes = {"devices_before": before[0], "devices": devices}
-    return sizes | {"mesh": mesh, "accumulation": run.batch.accumulation}
+    sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
+    return {
+        "devices_before": starts[-1],
+        "devices": devices,
+        "mesh": {axis: size for axis, size in sizes.items() if size != 1},
+        "accumulation": run.batch.accumulation,
+    }
 
 
-def _starts(folder: Path) -> Sequence[dict[str, Any]]:
-    starts = (event for event in read_events(folder) if event["event"] == "start")
-    return [
-        start
-        for start in starts
-        if isinstance(start.get("devices"), int) and start["devices"] > 0
+def _devices_of_starts(folder: Path) -> list[int]:
+    """Reads the number of devices of each start of a run."""
+    numbers = [
+        event.get("devices")
+        for event in read_events(folder)
+        if event["event"] == "start"
     ]
+    return [number for number in numbers if isinstance(number, int) and number > 0]

@@ -1,4 +1,4 @@
-"""Exit codes of commands."""
+"""The exit codes of commands."""
 
 import sys
 from collections.abc import Callable
@@ -17,18 +17,19 @@ from jaxdist.distributed.coordination import PeerFailed
 
 
 def print_error(line: str | None) -> None:
-    """Prints a line to stderr, on the first process alone.
+    """Prints a line to stderr on the first process.
 
     Args:
-      line: None or "" prints nothing.
+      line: the line; None or "" prints nothing.
     """
     if line and jax.process_index() == 0:
         print(line, file=sys.stderr)
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """Returns the exit code of a command's main; of a fault that has one, after a line
-    to say so.
+    """Runs a command's main and returns its exit code.
+
+    An error that has an exit code of its own is printed in one line.
     """
     return quiet_pipe(lambda: _code_of_fault(main))
 

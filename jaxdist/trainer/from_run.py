@@ -1,8 +1,7 @@
-"""The weights of another run as initial weights: which step, which arrays, and whether
-they fit.
+"""The weights of another run as initial weights: its step, and the arrays that fit.
 
-The other run is read as every checkpoint is, by manifest, checksums and fingerprints.
-`source_run` finds it and reads its config.
+The other run is called the source. Its checkpoints are verified like any others, by
+manifest and checksums. `source_run` finds it and reads its config.
 """
 
 import functools
@@ -37,35 +36,35 @@ from jaxdist.trainer.weight_source import (
 
 Parameters = dict[str, jax.ShapeDtypeStruct]
 
-_SHOWN = 12  # faults of a kind that are spelt out
-_FLOATS = ("float64", "float32", "bfloat16", "float16")  # what converts into each other
-_LORA = ("rank", "alpha", "base")  # what adapters cannot be read without
-_ADAPTER = f"{trees.SEPARATOR}lora_a"  # how the path of an adapter's first factor ends
-_LOSS_SCALE = "opt_state/loss_scale/"  # how names of its state begin
+_SHOWN = 12  # faults of a kind that an error lists
+_FLOATS = ("float64", "float32", "bfloat16", "float16")  # convertible into each other
+_LORA = ("rank", "alpha", "base")  # options of lora that adapters depend on
+_ADAPTER = f"{trees.SEPARATOR}lora_a"  # end of the path of an adapter's first factor
+_LOSS_SCALE = "opt_state/loss_scale/"  # prefix of the names of the loss scale
 
 
 # --- the source -----------------------------------------------------------------------
 
 
 class AnotherRun:
-    """The weights of another run's checkpoint: its moving average, where it has one.
+    """The weights of another run's checkpoint: its moving average, if it has one.
 
-    With init.optimizer they are the weights that the optimizer's state belongs to; an
-    average that both runs keep then continues, too.
+    With init.optimizer, they are the weights themselves, to which the optimizer's state
+    belongs. A moving average that both runs have then continues.
     """
 
     key: ClassVar[str] = "init.from_run"
     implies_config: ClassVar[bool] = True
 
     def config_of(self, config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
-        """Reads the config of the run; see `WeightSource.config_of`."""
+        """Reads the config of the source; see `WeightSource.config_of`."""
         return source_run.implied_config(config, set_keys)
 
     def open(self, target: Target) -> OpenedWeights:
-        """Finds the run and its checkpoints."""
+        """Finds the source and its checkpoints; see `WeightSource.open`."""
         config = target.config
         source = source_run.locate(config.init.from_run)
-        source.config  # noqa: B018 (raises where there is no checkpoint)
+        source.config  # noqa: B018 (it raises an error if there is no checkpoint)
         store = CheckpointManager(source.checkpoints, config.checkpoint, mode="read")
         load = functools.partial(_load, target, source, store)
         return OpenedWeights(f"run {store.owner()}", load)
@@ -75,11 +74,10 @@ class AnotherRun:
 
 
 def _load(target: Target, source: SourceRun, store: CheckpointManager) -> LoadedWeights:
-    """Reads the weights of a run's step, each array into its shards.
+    """Reads the weights of the source, each array with the sharding of this run.
 
     Raises:
-      ConfigError: the arrays are not those of this run's model: the first are named; or
-        they have NaN or infinite values.
+      ConfigError: the arrays do not fit this run's model, or have non-finite values.
       CheckpointError: no checkpoint can be used.
     """
     match: Match | None = None
@@ -99,24 +97,26 @@ def _load(target: Target, source: SourceRun, store: CheckpointManager) -> Loaded
     _refuse_non_finite(source, {name: arrays[name] for name in match.names.values()})
     step = int(arrays["step"])
     weights = LoadedWeights(
-        {path: target.store(path, arrays[name]) for path, name in match.names.items()},
+        values={
+            path: target.store(path, arrays[name]) for path, name in match.names.items()
+        },
         note=f"init.from_run={source.name}: {match.summary} of step {step}{match.stretched}",
         small_files=source.small_files,
     )
-    if match.carried is None:
+    if match.continued is None:
         return weights
-    carried = state_dict.from_canonical(
-        {name: arrays[name] for name in state_dict.to_canonical(match.carried)},
-        match.carried,
+    continued = state_dict.from_canonical(
+        {name: arrays[name] for name in state_dict.to_canonical(match.continued)},
+        match.continued,
     )
-    return weights._replace(opt_state=carried.opt_state, ema=carried.ema)
+    return weights._replace(opt_state=continued.opt_state, ema=continued.ema)
 
 
 def _refuse_non_finite(source: SourceRun, arrays: Mapping[str, jax.Array]) -> None:
-    """Checks that the other run has not diverged.
+    """Checks that the source has not diverged.
 
     Raises:
-      ConfigError: naming the arrays that hold NaN or infinite values.
+      ConfigError: some arrays have NaN or infinite values.
     """
     finite = jax.jit(
         lambda arrays: {name: jnp.isfinite(x).all() for name, x in arrays.items()}
@@ -130,7 +130,7 @@ def _refuse_non_finite(source: SourceRun, arrays: Mapping[str, jax.Array]) -> No
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Joins the first names, and counts the others."""
+    """Joins the first names and counts the others."""
     text = ", ".join(names[:_SHOWN])
     if len(names) > _SHOWN:
         text += f" and {len(names) - _SHOWN} more"
@@ -138,94 +138,122 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class Match(NamedTuple):
-    """Which arrays of a checkpoint a run begins with."""
+    """The arrays of a checkpoint that a run begins with."""
 
-    names: dict[str, str]  # path of a parameter or model state of ours -> name there
-    ours: dict[str, jax.ShapeDtypeStruct]  # name there -> as the run has it
-    # with init.optimizer: of the run's abstract state what goes on, None for the rest
-    carried: State | None
-    summary: str
-    stretched: str = ""  # which values of rotary positions are others
+    # path of this run's parameter or model state -> name of the array in the checkpoint
+    names: dict[str, str]
+    # name of the array in the checkpoint -> the array as this run has it
+    arrays: dict[str, jax.ShapeDtypeStruct]
+    # With init.optimizer: the abstract state with the parts that continue, and None for
+    # all others. Otherwise None.
+    continued: State | None
+    summary: str  # description for the user
+    stretched: str = ""  # description of rotary positions that differ; "" = none do
 
-    def as_stored(self, arrays: Mapping[str, ArrayInfo]) -> dict[str, Any]:
-        """Returns the abstract arrays to read: as they are there, laid out as the run
-        has them.
+    def as_stored(self, stored: Mapping[str, ArrayInfo]) -> dict[str, Any]:
+        """Describes the arrays to read: stored shapes and dtypes, shardings of the run.
+
+        Args:
+          stored: the arrays of the checkpoint, by name.
         """
-        stored = {}
-        for name, x in self.ours.items():
-            there = arrays[name]
-            stored[name] = jax.ShapeDtypeStruct(
-                there.shape, there.dtype, sharding=x.sharding
+        abstract = {
+            name: jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]  # jax is untyped
+                stored[name].shape, stored[name].dtype, sharding=x.sharding
             )
-        return trees.unflatten_names(stored)
+            for name, x in self.arrays.items()
+        }
+        return trees.unflatten_names(abstract)
 
     def converted(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns the arrays in the run's dtypes."""
-        return {name: x.astype(self.ours[name].dtype) for name, x in arrays.items()}
+        """Converts arrays of the checkpoint to the dtypes of the run."""
+        return {name: x.astype(self.arrays[name].dtype) for name, x in arrays.items()}
 
 
 def _match(target: Target, source: SourceRun, info: StepInfo) -> Match:
-    """Chooses the arrays that a run takes of a step.
+    """Chooses the arrays of a checkpoint that a run begins with.
 
     Raises:
-      ConfigError: another model, other adapters or, with init.optimizer, another
-        optimizer.
+      ConfigError: the source has another model, other adapters or, with init.optimizer,
+        another optimizer.
     """
     config = target.config
-    flat = target.abstract
-    carries = config.init.optimizer
-    averaged = any(name.startswith("ema/") for name in info.arrays)
-    # where a path is in two, the last one counts
+    with_optimizer = config.init.optimizer
+    has_average = any(name.startswith("ema/") for name in info.arrays)
+    # If a path is in two groups, the last group counts.
     groups = ["frozen", "trainable"]
-    if not carries:
+    if not with_optimizer:
         groups.append("ema")
-    there = {
-        path: name
-        for group in groups
-        for path, name in _by_path(info.arrays, group).items()
-    }
-    own = trees.flatten_names(flat.trainable) | trees.flatten_names(flat.frozen)
-    adapters = any(path.endswith(_ADAPTER) for path in own)
-    adapters_there = any(path.endswith(_ADAPTER) for path in there)
-    wanted = own if adapters == adapters_there else target.parameters
-    state = trees.flatten_names(flat.model_state)
-    state_there = _by_path(info.arrays, "model_state")
-    stored = source.config_of(info.metadata)
-    faults = _model_faults(config, stored)
-    if adapters_there and not adapters:
-        faults.append(_merge_fault(source, stored))
+    stored_parameters: dict[str, str] = {}
+    for group in groups:
+        stored_parameters |= _by_path(info.arrays, group)
+    stored_names = stored_parameters | _by_path(info.arrays, "model_state")
+
+    abstract = target.abstract
+    parameters = trees.flatten_names(abstract.trainable)
+    parameters |= trees.flatten_names(abstract.frozen)
+    has_adapters = any(path.endswith(_ADAPTER) for path in parameters)
+    source_has_adapters = any(path.endswith(_ADAPTER) for path in stored_parameters)
+    if has_adapters != source_has_adapters:
+        parameters = target.parameters
+    wanted = parameters | trees.flatten_names(abstract.model_state)
+
+    stored_config = source.config_of(info.metadata)
+    faults = _model_faults(config, stored_config)
+    if source_has_adapters and not has_adapters:
+        faults.append(_merge_fault(source, stored_config))
     else:
-        faults += _adapter_faults(config, stored) if adapters_there else []
-        faults += _misfits(info.arrays, there | state_there, wanted | state)
-    carried = None
-    if carries:
-        average = flat.ema if averaged else None
-        optimizer = flat.opt_state._replace(loss_scale=None)  # a run finds its own
-        carried = State(None, None, None, None, optimizer, average)  # type: ignore[arg-type]
-        faults += _optimizer_faults(info.arrays, state_dict.to_canonical(carried))
+        if source_has_adapters:
+            faults += _adapter_faults(config, stored_config)
+        faults += _misfits(info.arrays, stored_names, wanted)
+    continued = None
+    continued_arrays: dict[str, Any] = {}
+    if with_optimizer:
+        continued = _continued_state(abstract, with_average=has_average)
+        continued_arrays = state_dict.to_canonical(continued)
+        faults += _optimizer_faults(info.arrays, continued_arrays)
     if faults:
         raise ConfigError(f"init.from_run={source.name}: {fault}" for fault in faults)
-    names = {path: (there | state_there)[path] for path in wanted | state}
-    ours = {name: (wanted | state)[path] for path, name in names.items()} | {
-        "step": flat.step
-    }
-    what = "the weights"
-    if carries:
-        what = "the weights and the optimizer's state"
-    elif averaged:
-        what = "the moving average of the weights"
+
+    names = {path: stored_names[path] for path in wanted}
+    arrays: dict[str, Any] = {name: wanted[path] for path, name in names.items()}
+    arrays["step"] = abstract.step
+    arrays |= continued_arrays
+    summary = "the weights"
+    if with_optimizer:
+        summary = "the weights and the optimizer's state"
+    elif has_average:
+        summary = "the moving average of the weights"
     return Match(
-        names,
-        ours | (state_dict.to_canonical(carried) if carried else {}),
-        carried,
-        what,
-        _stretched(config, stored),
+        names=names,
+        arrays=arrays,
+        continued=continued,
+        summary=summary,
+        stretched=_stretched(config, stored_config),
+    )
+
+
+def _continued_state(abstract: State, *, with_average: bool) -> State:
+    """Selects the parts of a state that continue with init.optimizer.
+
+    The loss scale does not continue, because each run finds its own.
+    """
+    nothing: Any = None
+    return State(
+        step=nothing,
+        trainable=None,
+        frozen=None,
+        model_state=None,
+        opt_state=abstract.opt_state._replace(loss_scale=None),
+        ema=abstract.ema if with_average else None,
     )
 
 
 def _by_path(arrays: Iterable[str], group: str) -> dict[str, str]:
-    """Returns {path: name} of the arrays in a group: trainable, frozen, ema,
-    model_state, opt_state.
+    """Selects the arrays of a group, and returns their names by path.
+
+    Args:
+      arrays: names of arrays in a checkpoint.
+      group: trainable, frozen, ema, model_state or opt_state.
     """
     prefix = group + trees.SEPARATOR
     return {
@@ -234,89 +262,109 @@ def _by_path(arrays: Iterable[str], group: str) -> dict[str, str]:
 
 
 def _model_faults(config: RunConfig, stored: Mapping[str, Any]) -> list[str]:
-    """Lists the values of the model that differ there: shapes do not show all of
-    them.
+    """Lists the values of the model that differ from those of the source.
+
+    Not all of them change the shapes of arrays.
     """
     model = stored["model"]
-    ours = config.model["target"]
-    if model.get("target", ours) != ours or ours == registry.USER_TARGET:
+    target = config.model["target"]
+    if model.get("target", target) != target or target == registry.USER_TARGET:
         return []
     values = for_logits(config.model_options)
     return differing_values(values, without_stretch(model, values))
 
 
 def _stretched(config: RunConfig, stored: Mapping[str, Any]) -> str:
-    """Describes the rotary positions that the new run has changed; "" if none."""
-    ours = {name: value for name, value in config.model.items() if name in POSITIONS}
-    changes = sorted(differing_values(ours, stored["model"]))
+    """Describes the rotary positions that the run has changed; "" if there are none."""
+    positions = {
+        name: value for name, value in config.model.items() if name in POSITIONS
+    }
+    changes = sorted(differing_values(positions, stored["model"]))
     return f", with other positions: {', '.join(changes)}" if changes else ""
 
 
 def _adapter_faults(config: RunConfig, stored: Mapping[str, Any]) -> list[str]:
-    """Lists the values that adapters cannot be read without, and that differ there."""
-    theirs = group_of(stored, "lora")
+    """Lists the options of adapters that differ from those of the source."""
+    source_lora = group_of(stored, "lora")
     faults = []
     for name in _LORA:
-        ours = getattr(config.lora, name)
-        there = theirs.get(name, ours)
-        if there != ours:
-            faults.append(f"lora.{name}={ours}, there {there}; set lora.{name}={there}")
+        value = getattr(config.lora, name)
+        source_value = source_lora.get(name, value)
+        if source_value != value:
+            faults.append(
+                f"lora.{name}={value}, there {source_value}; "
+                f"set lora.{name}={source_value}"
+            )
     return faults
 
 
 def _merge_fault(source: SourceRun, stored: Mapping[str, Any]) -> str:
     lora = group_of(stored, "lora")
-    like = " ".join(
+    flags = " ".join(
         f"--config.lora.{name}={lora[name]}" for name in _LORA if name in lora
     )
     return (
-        f"it has adapters, and this run has none; train them on ({like or 'set lora.* as there'}), or merge "
+        f"it has adapters, and this run has none; train them on ({flags or 'set lora.* as there'}), or merge "
         f"them: jaxdist convert --from {source.workdir or 'WORKDIR'} --to MERGED --format huggingface, then "
         f"init.from_huggingface=MERGED"
     )
 
 
 def _misfits(
-    arrays: Mapping[str, ArrayInfo], there: Mapping[str, str], ours: Parameters
+    stored: Mapping[str, ArrayInfo],
+    stored_names: Mapping[str, str],
+    wanted: Parameters,
 ) -> list[str]:
-    """Lists the arrays that only one has, or whose shape or kind differs; the first."""
+    """Lists the arrays that only one run has, or whose shape or dtype differs.
+
+    Args:
+      stored: the arrays of the checkpoint, by name.
+      stored_names: the names of arrays in the checkpoint, by path.
+      wanted: the arrays of this run, by path.
+    """
     lines = []
-    for path in {**ours, **there}:
-        theirs = arrays[there[path]] if path in there else None
+    for path in {**wanted, **stored_names}:
+        there = stored[stored_names[path]] if path in stored_names else None
         here = None
-        if path in ours:
-            here = ArrayInfo(tuple(ours[path].shape), str(ours[path].dtype))
-        if theirs is None or here is None or not _converts(theirs, here):
+        if path in wanted:
+            here = ArrayInfo(tuple(wanted[path].shape), str(wanted[path].dtype))
+        if there is None or here is None or not _converts(there, here):
             lines.append(
-                f"{path}: {theirs or 'nothing'} there, {here or 'nothing'} here"
+                f"{path}: {there or 'nothing'} there, {here or 'nothing'} here"
             )
     if len(lines) > _SHOWN:
         return [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more arrays"]
     return lines
 
 
-def _converts(theirs: ArrayInfo, ours: ArrayInfo) -> bool:
-    floats = theirs.dtype in _FLOATS and ours.dtype in _FLOATS
-    return theirs.shape == ours.shape and (floats or theirs.dtype == ours.dtype)
+def _converts(stored: ArrayInfo, wanted: ArrayInfo) -> bool:
+    """Tests whether a stored array can be converted to an array of the run."""
+    if stored.shape != wanted.shape:
+        return False
+    both_floats = stored.dtype in _FLOATS and wanted.dtype in _FLOATS
+    return both_floats or stored.dtype == wanted.dtype
 
 
 def _optimizer_faults(
-    arrays: Mapping[str, ArrayInfo], carried: Mapping[str, Any]
+    stored: Mapping[str, ArrayInfo], continued: Mapping[str, Any]
 ) -> list[str]:
-    """Lists, in one line, what the other optimizer keeps that this run's does not, and
-    what it lacks.
+    """Lists the differences between two optimizers' states, in one line.
+
+    Args:
+      stored: the arrays of the checkpoint, by name.
+      continued: the optimizer's state of this run, by name.
     """
-    ours = state_dict.describe(carried)
-    there = {
+    wanted = state_dict.describe(continued)
+    stored_names = {
         name
-        for name in _by_path(arrays, "opt_state").values()
+        for name in _by_path(stored, "opt_state").values()
         if not name.startswith(_LOSS_SCALE)
     }
-    missing = {name for name in ours if name not in arrays}
+    missing = {name for name in wanted if name not in stored}
     others = {
         name
-        for name in there
-        if name not in ours or not _converts(arrays[name], ours[name])
+        for name in stored_names
+        if name not in wanted or not _converts(stored[name], wanted[name])
     }
     differing = sorted(missing | others)
     if not differing:

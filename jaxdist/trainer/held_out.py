@@ -1,11 +1,12 @@
-"""The score of a run's model on held-out data, in the run and after it."""
+"""The evaluation of a run's model on held-out data, in the run and after it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from jax.sharding import Sharding
 
 from jaxdist.data import Dataset
+from jaxdist.protocols.model import Batch
 from jaxdist.step.evaluation import Evaluation, evaluate
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
@@ -14,20 +15,21 @@ from jaxdist.trainer.run_config import RunConfig
 
 
 class HeldOut(NamedTuple):
-    """How well a checkpoint predicts held-out data."""
+    """The scores of a checkpoint on held-out data."""
 
-    step: int  # updates finished
+    step: int  # number of updates
     loss: float  # nats per target
-    tokens: int | float  # targets scored
+    tokens: int | float  # sum of the targets' weights
     perplexity: float  # exp(loss)
-    # comparable across tokenizers; None: the text's bytes are unknown
+    # loss in bits per byte of text, comparable across tokenizers; None = unknown
     bits_per_byte: float | None
-    # UTF-8 bytes a token stands for, in the held-out text
+    # UTF-8 bytes of the held-out text per token; None = unknown
     bytes_per_token: float | None
-    # means by name: the model's own `metrics`, and "aux/NAME" of its loss
+    # means by name: the model's `metrics`, and "aux/NAME" of its loss
     metrics: dict[str, float] = {}
-    windows: int | None = None  # sliding ones; None: the set is not cut so
-    documents: int | None = None  # that these windows are of
+    # number of sliding windows; None = the data is not cut into sliding windows
+    windows: int | None = None
+    documents: int | None = None  # number of documents in these windows
 
 
 def score_held_out(
@@ -37,20 +39,30 @@ def score_held_out(
     dataset: Dataset,
     *,
     shardings: Mapping[str, Sharding] | None = None,
-    over: Callable[[Iterable], Iterable] = iter,
+    on_batch: Callable[[int], None] = lambda number: None,
 ) -> Evaluation:
-    """Returns the sums of `TrainStep.evaluate` over all held-out batches, divided once.
+    """Evaluates a state on all held-out batches.
 
     Args:
-      shardings: of a batch, where they are known; default: `batching.batch_shardings`.
-      over: wraps the batches, to tell somebody of each.
+      config: the run's config.
+      built: the run's step.
+      state: the state to evaluate.
+      dataset: the run's data.
+      shardings: shardings of a batch; default: those of `batching.batch_shardings`.
+      on_batch: called as each batch starts, with its number from 1.
 
     Raises:
-      ConfigError: nothing is held out.
+      ConfigError: no data is held out.
     """
+
+    def reported(batches: Iterable[Batch]) -> Iterator[Batch]:
+        for number, batch in enumerate(batches, 1):
+            on_batch(number)
+            yield batch
+
     shardings = shardings or batching.batch_shardings(config, built)
     with batching.held_out_loader(config, shardings, dataset) as batches:
-        return evaluate(built.evaluate, state, over(batches))
+        return evaluate(built.evaluate, state, reported(batches))
 
 
 def held_out(
@@ -60,20 +72,23 @@ def held_out(
     dataset: Dataset,
     watch: Callable[[int, int], None] | None = None,
 ) -> HeldOut:
-    """Returns `score_held_out` with what follows from it.
+    """Evaluates a state on all held-out data, and derives further scores.
 
     Args:
-      watch: told of every batch: batches begun, batches in all.
+      config: the run's config.
+      built: the run's step.
+      state: the state to evaluate.
+      dataset: the run's data.
+      watch: called as each batch starts, with its number (from 1) and the number of
+        batches.
     """
     total = dataset.num_validation_batches(config.batch.global_size)
 
-    def over(batches: Iterable) -> Iterable:
-        for number, batch in enumerate(batches, 1):
-            if watch:
-                watch(number, total)
-            yield batch
+    def on_batch(number: int) -> None:
+        if watch:
+            watch(number, total)
 
-    result = score_held_out(config, built, state, dataset, over=over)
+    result = score_held_out(config, built, state, dataset, on_batch=on_batch)
     per_token = dataset.validation_bytes_per_token
     sliding = dataset.validation_windows
     return HeldOut(

@@ -1,8 +1,8 @@
-"""The weights that a run starts from: random ones, or those that a source provides.
+"""The weights that a run starts from: random weights, or those of a source.
 
-The core provides random weights and those of another run (`init.from_run`). Other
-sources are passed as `weight_sources`: `jaxdist.interop.WEIGHT_SOURCES` has those of
-Hugging Face and PEFT files.
+The core reads the weights of another run (`init.from_run`). The caller passes further
+sources as `weight_sources`: `jaxdist.interop.WEIGHT_SOURCES` reads Hugging Face and
+PEFT files.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -36,7 +36,7 @@ CORE_SOURCES: tuple[WeightSource, ...] = (AnotherRun(),)
 
 
 def weight_keys() -> list[str]:
-    """Lists the keys that name initial weights. For each there is a source."""
+    """Lists the keys that name initial weights. A source serves each of them."""
     fields = schema.schema_of(RunConfig)
     return [path for path, field in fields.items() if field.mark(NamesWeights)]
 
@@ -44,11 +44,14 @@ def weight_keys() -> list[str]:
 def chosen_sources(
     config: RunConfig | ConfigDict, weight_sources: Sequence[WeightSource] = ()
 ) -> list[WeightSource]:
-    """Finds the sources that a config names; none: the weights are random.
+    """Finds the sources of the weights that a config names.
 
     Args:
-      config: may be not validated yet.
-      weight_sources: the sources beside those of the core.
+      config: the config, which may be invalid.
+      weight_sources: sources in addition to those of the core.
+
+    Returns:
+      The sources; empty if the weights are random.
 
     Raises:
       ConfigError: a key is set and no source serves it.
@@ -78,23 +81,23 @@ def apply_config(
     """Sets model.* and data.tokenizer of a config to those of its initial weights.
 
     Args:
-      config: is changed.
-      sources: those that `chosen_sources` found for it.
-      set_keys: the keys that the user has set. These stay, and must agree with the
-        weights, unless they stretch the rotary positions.
-      before: the config of the run to resume. It has all values; the source is not
-        read again.
+      config: the config to change.
+      sources: the sources that `chosen_sources` found for it.
+      set_keys: keys that the user has set. Their values stay and must agree with the
+        weights. Only values that stretch rotary positions may differ.
+      before: the config of the run to resume. Its values stand for those of the source,
+        which is not read again. Default: the run is new.
 
     Raises:
-      ConfigError: nothing is there, it is not supported, it disagrees with a key that
-        is set, or has no tokenizer.
+      ConfigError: the weights are missing, are not supported, disagree with a key that
+        the user has set, or have no tokenizer.
     """
-    models = [source for source in sources if source.implies_config]
-    if len(models) != 1:
-        return  # none; or several, which validation refuses
-    (source,) = models
+    candidates = [source for source in sources if source.implies_config]
+    if len(candidates) != 1:
+        return  # The validation reports several sources.
+    (source,) = candidates
     place = named_place(config, source.key)
-    ours = {
+    user_values = {
         name: value
         for name, value in schema.flatten(config.model).items()
         if f"model.{name}" in set_keys
@@ -104,23 +107,23 @@ def apply_config(
         implied = ImpliedConfig(for_logits(before.model), before.data.tokenizer)
     else:
         implied = source.config_of(config, set_keys)
-        # a new run may learn longer sequences
+        # A new run may learn longer sequences.
         stretched = {
             name: value
-            for name, value in ours.items()
+            for name, value in user_values.items()
             if name in POSITIONS and name in implied.model
         }
-    theirs = implied.model | stretched
-    faults = differing_values(ours, theirs)
+    model_values = implied.model | stretched
+    faults = differing_values(user_values, model_values)
     if faults:
         raise ConfigError(
             f"{fault} ({source.key}={place}); leave it out" for fault in faults
         )
     with config.unlocked(), config.ignore_type():
-        target = theirs.get("target", config.model.target)
+        target = model_values.get("target", config.model.target)
         if target != config.model.target:
             config.model = model_defaults(target)
-        config.model.update(theirs)
+        config.model.update(model_values)
         if "data.tokenizer" not in set_keys:
             config.data.tokenizer = implied.tokenizer
 
@@ -134,22 +137,26 @@ def first_state(
     folder: Path,
     sources: Sequence[WeightSource],
     build: Build | None = None,
-    given: Mapping[str, np.ndarray] | None = None,
+    initial: Mapping[str, np.ndarray] | None = None,
 ) -> State:
     """Makes the first state of a run. Every process makes the call.
 
     Args:
-      folder: the workdir; small files that belong to the weights are copied there.
-      sources: those that `chosen_sources` found; none: all values are random.
-      build: makes the model, where a caller has given one.
-      given: path -> value that a caller's model begins with.
+      config: the run's config.
+      built: the run's step.
+      folder: the workdir, which receives small files that belong to the weights.
+      sources: the sources that `chosen_sources` found; empty = random weights.
+      build: makes the caller's model; default: the config names the model.
+      initial: initial values of the caller's model by path.
 
     Raises:
-      ConfigError: the weights cannot be read, or are those of another model.
+      ConfigError: the weights cannot be read, or belong to another model.
       CheckpointError: no checkpoint of init.from_run can be used.
     """
-    if given and not config.init.from_run:
-        return built.init(_placed(given, built))
+    state: State
+    if initial and not config.init.from_run:
+        state = built.init(_on_devices(initial, built))
+        return state
     target = Target(config, built.views.abstract, build)
     opened = [_open(source, target) for source in sources]
     loaded = [weights.load() for weights in opened]
@@ -165,12 +172,10 @@ def first_state(
     return state
 
 
-def _placed(
+def _on_devices(
     initial: Mapping[str, np.ndarray], built: TrainStep
 ) -> dict[str, jax.Array]:
-    """Returns the model's first values on the devices, each laid out as the
-    run has it.
-    """
+    """Copies initial values to the devices, each with the sharding of the run."""
     flat = built.views.abstract
     abstract = trees.flatten_names(flat.trainable) | trees.flatten_names(
         flat.model_state
@@ -183,11 +188,12 @@ def _placed(
 
 
 def _open(source: WeightSource, target: Target) -> OpenedWeights:
-    """Opens a source on all processes; an error of one is raised on all.
+    """Opens a source on all processes. An error on one process is raised on all.
 
     Raises:
-      ConfigError: see `WeightSource.open`; or processes found different weights.
-      CheckpointError: see `WeightSource.open`.
+      ConfigError: the weights cannot be used (see `WeightSource.open`), or processes
+        found different weights.
+      CheckpointError: no checkpoint can be used; see `WeightSource.open`.
     """
     fault: ConfigError | CheckpointError | None = None
     facts: object = None
@@ -212,9 +218,9 @@ def _keep_small_files(weights: LoadedWeights, folder: Path) -> None:
 
 
 def _with_optimizer(state: State, built: TrainStep, weights: LoadedWeights) -> State:
-    """Replaces the optimizer's state, and the average if the weights have one.
+    """Replaces the optimizer's state, and the moving average if the weights have one.
 
-    The loss scale stays: each run finds its own.
+    The loss scale stays, because each run finds its own.
     """
     flat = built.views.flat(state)
     assert weights.opt_state is not None

@@ -1,4 +1,4 @@
-"""The rules between a run's model, its batch and the axes of its mesh."""
+"""Rules between a run's model, its batch and the axes of its mesh."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,7 +11,7 @@ from jaxdist.trainer.compose import Composition
 
 
 def layout_faults(composition: Composition) -> list[str]:
-    """Lists what is wrong with a run's layout, each fault with its cure."""
+    """Lists the faults of a run's layout, each with its fix."""
     run = composition.config
     spec = composition.spec
     rules = composition.rules
@@ -23,20 +23,21 @@ def layout_faults(composition: Composition) -> list[str]:
         obstacle = reduction.obstacle(spec, rules)
         if obstacle:
             faults.append(reduction.refusal(obstacle))
-    misfits = [*_axis_faults(composition)]
+    axis_faults = [*_axis_faults(composition)]
+    faults += axis_faults
     try:
-        if misfits:  # the model may have no stages to place
+        if axis_faults:
+            # The model may have no stages, so this places it without a pipeline.
             place(spec.all_parameters(), rules)
         else:
             composition.placements()
     except ConfigError as error:
-        misfits += _merged(error.faults)
-    return faults + misfits
+        faults += _merged(error.faults)
+    return faults
 
 
 def _batch_faults(composition: Composition) -> Iterator[str]:
     batch = composition.config.batch
-    flow = composition.microbatches
     shards = composition.shape.batch_shards
     unit = composition.parts * shards
     if min(unit, batch.global_size) < 1 or batch.global_size % unit == 0:
@@ -44,7 +45,9 @@ def _batch_faults(composition: Composition) -> Iterator[str]:
     below = batch.global_size // unit * unit
     above = below + unit
     legal = f"{below} or {above}" if below else f"{above}"
-    microbatches = f"microbatches {flow} x " if flow > 1 else ""
+    microbatches = ""
+    if composition.microbatches > 1:
+        microbatches = f"microbatches {composition.microbatches} x "
     yield (
         f"batch.global_size={batch.global_size} is not divisible by accumulation {batch.accumulation} x "
         f"{microbatches}batch shards {shards} "
@@ -53,7 +56,7 @@ def _batch_faults(composition: Composition) -> Iterator[str]:
 
 
 def _axis_faults(composition: Composition) -> Iterator[str]:
-    """Yields which mesh axes the model or the batch is not made for."""
+    """Yields the mesh axes that the model or the batch does not support."""
     yield from _pipeline_faults(composition)
     yield from _remat_faults(composition)
     yield from _expert_faults(composition)
@@ -76,11 +79,9 @@ def _pipeline_faults(composition: Composition) -> Iterator[str]:
 
 
 def _remat_faults(composition: Composition) -> Iterator[str]:
-    """Yields why the stack's layers cannot be computed again in such parts; of a
-    pipeline's see `Staging`.
-    """
+    """Yields faults of remat.layers and remat.every."""
     if composition.staging is not None:
-        return
+        return  # `Staging.faults` has those of a pipeline
     remat = composition.config.remat
     spec = composition.spec
     layers = 0
@@ -123,7 +124,7 @@ def _context_faults(composition: Composition) -> Iterator[str]:
 
 
 def _merged(faults: Iterable[str]) -> list[str]:
-    """Merges faults of the form `parameter: text`: one for all parameters of a text."""
+    """Merges faults `parameter: text` that have the same text into one."""
     parameters: dict[str, list[str]] = {}
     for fault in faults:
         parameter, _, text = fault.partition(": ")

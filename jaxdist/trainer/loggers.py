@@ -1,4 +1,4 @@
-"""The loggers of a run: refused before anything compiles, or started with it."""
+"""The loggers of a run, which are loaded before compilation and started with the run."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Make = Callable[[logger.LoggedRun], logger.Logger]
 
 
 class Loggers(Callback):
-    """Hands rows and events to the loggers of `train.loggers`."""
+    """A callback that starts the loggers of `train.loggers`."""
 
     lead_only = True
     keys = (KEY,)
@@ -29,10 +29,10 @@ class Loggers(Callback):
         self._run: Run | None = None
 
     def on_check(self, config: RunConfig) -> None:
-        """Loads the loggers' classes; executes the modules that they name.
+        """Loads the loggers' classes, which executes their modules.
 
         Raises:
-          ConfigError: there is no such logger, or it cannot be loaded.
+          ConfigError: a logger does not exist or cannot be loaded.
         """
         names = tuple(dict.fromkeys(config.train.loggers))
         faults = list(logger.faults(names))
@@ -41,17 +41,18 @@ class Loggers(Callback):
         self._classes = {name: _find(name) for name in names}
 
     def on_start(self, run: Run) -> None:
-        """Takes the run's folder."""
+        """Keeps the run."""
         self._run = run
 
     def on_phase(self, phase: str, step: int) -> None:
-        """Starts the loggers before the first step: they know then which it is."""
+        """Starts the loggers before the first step, whose number is known by then."""
         if phase != "data" or self._run is None or not self._classes:
             return
         run = self._run
         logged = _logged_run(run)
-        # each is made in a thread of its own
-        views = [
+        # Each logger makes itself in a thread of its own. All are made before the first
+        # one is attached.
+        background_loggers = [
             BackgroundLogger(
                 name,
                 functools.partial(make, logged),
@@ -60,8 +61,8 @@ class Loggers(Callback):
             )
             for name, make in self._classes.items()
         ]
-        for view in views:
-            run.writer.attach(view)
+        for background_logger in background_loggers:
+            run.writer.attach(background_logger)
         self._classes = {}
 
 
@@ -74,24 +75,27 @@ def _logged_run(run: Run) -> logger.LoggedRun:
 
 
 def named_classes(config: RunConfig) -> list[str]:
-    """Returns the loggers of a config that are code it names by module or file."""
+    """Lists the loggers of a config that name a class of a module or file."""
     return [name for name in config.train.loggers if ":" in name]
 
 
 def _find(name: str) -> Make:
-    """Loads the class of a logger; executes the module that it names.
+    """Loads the class of a logger, which executes its module.
 
     Raises:
-      ConfigError: there is no such class, or it cannot be loaded.
+      ConfigError: the class does not exist or cannot be loaded.
     """
     try:
-        if ":" not in name:
-            return logger.find_known(name)
-        own: Any = registry.find_class(name, object, "class", key=KEY)
-        return own
+        if ":" in name:
+            # The class need not derive from Logger.
+            found: Any = registry.find_class(name, object, "class", key=KEY)
+        else:
+            found = logger.find_known(name)
     except ConfigError:
         raise
-    except Exception as error:  # of any module's code
+    except Exception as error:  # a module may raise anything
         raise ConfigError(
             f"{KEY}={name}: cannot be loaded: {type(error).__name__}: {error}"
         ) from error
+    make: Make = found
+    return make

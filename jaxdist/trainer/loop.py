@@ -1,8 +1,8 @@
-"""The loop of a run: steps; callbacks between them; evaluate; save; roll back."""
+"""The training loop: steps, and between them callbacks, evaluations and checkpoints."""
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from jaxdist.config import trees
 from jaxdist.distributed import coordination
@@ -17,21 +17,23 @@ from jaxdist.trainer.preemption import StopSignals
 from jaxdist.trainer.saver import Saver
 from jaxdist.trainer.step_log import StepLog
 
-_CHANGE = "lower optimizer.learning_rate, or look at the data from step {} on"
+# the fix of a numerical fault; its field is the first step to look at
+_FIX = "lower optimizer.learning_rate, or look at the data from step {} on"
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on; the message says why and what to do."""
+    """Training cannot continue. The message has the reason and the fix."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
-        self.reason = reason  # in the event `stop`
+        self.reason = reason  # reason in the event `stop`
 
 
 class Trainer:
-    """The loop of a run.
+    """The training loop of a run.
 
-    It reads the metrics of a step only when the next ones are on their way.
+    It reads the metrics of a step only after it has started the next steps. So the
+    devices never wait for the host.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class Trainer:
         log: StepLog,
         saver: Saver,
     ) -> None:
-        """Prepares the loop; nothing runs yet."""
+        """Prepares the loop. Nothing runs yet."""
         self.run = run
         self.config = run.config
         self.built = run.built
@@ -54,24 +56,24 @@ class Trainer:
         self.display = display
         self.log = log
         self.saver = saver
-        # once: a run outlives its files
+        # This may read files of the data, which may be gone later. So it runs once.
         self.shardings = batching.batch_shardings(self.config, self.built)
-        self._evaluated_at = -1
-        # what callbacks of this process have asked for since the last vote
+        self._evaluated_at = -1  # step of the last evaluation
+        # requests of this process's callbacks since the last vote
         self._wants_save = False
         self._wants_stop = ""
 
     @property
     def dataset(self) -> SkippingDataset:
-        """The run's, which changes as the run goes back."""
+        """Returns the run's dataset. A rollback replaces it."""
         assert self.run.dataset is not None
         return self.run.dataset
 
     def train(self, state: State) -> tuple[State, str]:
-        """Trains to the last step, or to the step in which a signal asked to stop.
+        """Trains to the last step, or until a signal or a callback stops the run.
 
         Returns:
-          The last state, and why it is the last: "" if all steps are done.
+          The last state, and why the run stopped early; "" if it did not.
 
         Raises:
           TrainingStopped: losses stayed non-finite.
@@ -81,7 +83,7 @@ class Trainer:
             return self._train_through_faults(state)
 
     def end_without_steps(self, state: State) -> RunEnd | None:
-        """Ends a run that has nothing left to do; None: it has."""
+        """Ends a run that was finished before; None: it has steps to train."""
         reason = self.run.stop_reason
         if reason:
             self.display.note(
@@ -95,7 +97,7 @@ class Trainer:
         return RunEnd(state, has_trained=False, error=error)
 
     def _is_finished(self) -> bool:
-        """Prints how to extend the run if nothing is left of it."""
+        """Tests whether no step is left. If so, it prints how to extend the run."""
         train = self.config.train
         step = self.progress.step
         if step >= train.steps:
@@ -114,7 +116,11 @@ class Trainer:
         """Waits for the last save, and writes how the run has ended.
 
         Args:
-          reason: why it ends before train.steps, "" if it does not.
+          state: the last state.
+          reason: why the run stopped before train.steps; "" if it did not.
+
+        Raises:
+          TrainingStopped: the last checkpoint could not be written.
         """
         steps = self.config.train.steps
         step = self.progress.step
@@ -144,9 +150,9 @@ class Trainer:
         return RunEnd(state, reason=reason, error=error)
 
     def _fault_of_last_updates(self, state: State) -> TrainingStopped | None:
-        """Returns the error of a run that ends with updates that were left out.
+        """Makes the error of a run whose last updates were skipped.
 
-        Its weights are older than its last step.
+        Its weights are older than its last step. The result is None for other runs.
         """
         skipped = int(state.opt_state.skipped)
         if not skipped:
@@ -154,33 +160,34 @@ class Trainer:
         first = self.progress.step - skipped + 1
         return TrainingStopped(
             f"the last {skipped} updates were left out: loss or gradients were not "
-            f"finite; {_CHANGE.format(first)}",
+            f"finite; {_FIX.format(first)}",
             "nonfinite",
         )
 
     # --- the loop ---------------------------------------------------------------------
 
     def _train_through_faults(self, state: State) -> tuple[State, str]:
-        """Trains to the last step, and goes back after a numerical fault.
+        """Trains to the last step, and rolls back after numerical faults.
 
         Returns:
-          The last state, and why it is the last: "" if all steps are done.
+          The last state, and why the run stopped early; "" if it did not.
         """
         while True:
             try:
                 return self._train_until_fault(state)
             except Diverged as error:
-                fault = error.with_traceback(None)  # whose frames hold a state
+                # The frames of the traceback would keep the old state in memory.
+                fault = error.with_traceback(None)
             state = self._roll_back(fault)
 
     def _train_until_fault(self, state: State) -> tuple[State, str]:
         """Trains to the last step.
 
         Returns:
-          The last state, and why it is the last: "" if all steps are done.
+          The last state, and why the run stopped early; "" if it did not.
 
         Raises:
-          Diverged: a step went wrong.
+          Diverged: a step has a numerical fault.
         """
         first = self.progress.step
         last = self.config.train.steps
@@ -223,10 +230,10 @@ class Trainer:
         )
 
     def _between_steps(self, view: StepView) -> str:
-        """Calls the callbacks that are due, evaluates and saves.
+        """Calls the callbacks that are due after a step, evaluates and saves.
 
         Returns:
-          Why the run stops after this step, "" if it goes on.
+          Why the run stops after this step; "" if it continues.
         """
         train = self.config.train
         number = view.step
@@ -251,7 +258,7 @@ class Trainer:
         return view.stop_reason
 
     def _after_last_step(self, view: StepView) -> None:
-        """Calls all callbacks that the loop pauses for, evaluates and saves."""
+        """Calls all callbacks that pause the loop, evaluates and saves."""
         for callback in self.callbacks.due(0):
             with self._paused(view, callback.bucket):
                 self.callbacks.paused_step(callback, view)
@@ -263,7 +270,12 @@ class Trainer:
 
     @contextlib.contextmanager
     def _paused(self, view: StepView, bucket: str) -> Iterator[None]:
-        """Records all steps so far, and stops the clock of training for the body."""
+        """Records all steps so far, and stops the clock of training during the body.
+
+        Args:
+          view: the last step, which receives the progress.
+          bucket: bucket of the ledger for the body's time; "" = that of the phase.
+        """
         with self.log.paused() as view.progress, clock.timed(bucket):
             yield
 
@@ -273,17 +285,17 @@ class Trainer:
             self.saver(view)
 
     def _keep_for_the_vote(self, view: StepView) -> None:
-        """Keeps what this process's callbacks have asked for."""
+        """Moves the requests of this process's callbacks from the view to the loop."""
         self._wants_save = self._wants_save or view.save_requested
         self._wants_stop = self._wants_stop or view.stop_reason
         view.save_requested = False
         view.stop_reason = ""
 
     def _vote(self, view: StepView) -> None:
-        """Lets all processes do what the callbacks of any of them have asked for."""
+        """Puts the requests of all processes' callbacks into the view."""
         self._keep_for_the_vote(view)
-        # A place of its own: whoever waits here is ahead of a process that hangs in
-        # the step, and the watchdog has to tell the two apart.
+        # The watchdog must tell a process that waits here from a process that hangs in
+        # the step. So the vote is a phase.
         self.callbacks.phase("vote", view.step)
         vote = None
         if self._wants_save or self._wants_stop:
@@ -298,7 +310,10 @@ class Trainer:
         self._wants_stop = ""
 
     def _time_is_up(self) -> str:
-        """Returns that train.max_minutes are over, by the clock of the first process."""
+        """Returns the reason to stop if train.max_minutes are over, else "".
+
+        The clock of the first process decides: the others always return "".
+        """
         minutes = self.config.train.max_minutes
         if not minutes or not opening.is_lead():
             return ""
@@ -307,37 +322,32 @@ class Trainer:
         return f"train.max_minutes={minutes:g} are over"
 
     def _evaluate(self, view: StepView) -> None:
-        """Scores the held-out data, at most once for a step."""
+        """Evaluates the held-out data, at most once for a step."""
         if view.step == self._evaluated_at:
             return
         self._evaluated_at = view.step
         self.display.status("evaluating")
-
-        def with_phase(batches: Iterable) -> Iterator:
-            for batch in batches:
-                self.callbacks.phase("evaluate", view.step)
-                yield batch
-
-        row: Mapping[str, float] = score_held_out(
+        evaluation = score_held_out(
             self.config,
             self.built,
             view.state,
             self.dataset,
             shardings=self.shardings,
-            over=with_phase,
-        ).row
+            on_batch=lambda number: self.callbacks.phase("evaluate", view.step),
+        )
+        row: Mapping[str, float] = evaluation.row
         self.callbacks.evaluate(view, row)
         view.log(view.step, row)
         self.writer.event("evaluate", view.step, **row)
         self.display.evaluation(view.step, row)
 
-    # --- going back -------------------------------------------------------------------
+    # --- rolling back -----------------------------------------------------------------
 
     def _roll_back(self, fault: Diverged) -> State:
-        """Restores the last good checkpoint, and leaves out the data since.
+        """Restores the last good checkpoint, and skips the data that came after it.
 
         Raises:
-          TrainingStopped: by the policy, or because there is none.
+          TrainingStopped: the config allows no rollback, or no checkpoint is good.
         """
         self.callbacks.fault(fault)
         self.callbacks.phase("restore", fault.first)
@@ -349,10 +359,10 @@ class Trainer:
         self.saver.report()
         if restored is None:
             if fault.kind == "drift":
-                change = "replace the device, then run again"
+                fix = "replace the device, then run again"
             else:
-                change = _CHANGE.format(fault.first)
-            raise TrainingStopped(f"{fault}; {change}", fault.kind)
+                fix = _FIX.format(fault.first)
+            raise TrainingStopped(f"{fault}; {fix}", fault.kind)
         state, metadata = restored
         self.progress.go_to(run_metadata.progress_of(metadata))
         self.progress.elapsed_s = elapsed_s
@@ -360,16 +370,16 @@ class Trainer:
         self._evaluated_at = -1
         self.log.rewind()
         step = self.progress.step
-        left_out = self.dataset.windows[-1]
+        skipped_window = self.dataset.windows[-1]
         self.dataset.go_to(step, metadata.get(run_metadata.READER))
         self.writer.event(
             "restore",
             step,
             diverged_at=fault.last,
             reason=str(fault),
-            left_out=left_out,
+            left_out=skipped_window,
         )
         self.display.note(
-            f"{fault}: back to step {step}, batches {left_out} are left out"
+            f"{fault}: back to step {step}, batches {skipped_window} are left out"
         )
         return self.built.views.staged(state)

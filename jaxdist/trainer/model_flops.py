@@ -1,6 +1,4 @@
-"""What a token of a run takes: active parameters and model FLOPs; the meter of
-speed.
-"""
+"""The work of a run per token: active parameters, model FLOPs, and the speed meter."""
 
 import math
 from collections.abc import Mapping
@@ -25,8 +23,9 @@ from jaxdist.trainer.run_config import RunConfig
 
 
 def active_parameters(run: RunConfig, spec: ModelSpec) -> int:
-    """Counts the policy's parameters that a token uses: of experts those that it goes
-    to.
+    """Counts the policy's parameters that a token uses.
+
+    A token uses only the experts that it is routed to.
     """
     return sum(
         round(x.size * active_share(run, names))
@@ -35,8 +34,9 @@ def active_parameters(run: RunConfig, spec: ModelSpec) -> int:
 
 
 def active_share(run: RunConfig, names: Names) -> float:
-    """Returns the share of a parameter that a token uses, 1 except for kernels of
-    experts whose `Cost` in the model's `costs` declares it.
+    """Returns the share of a parameter that a token uses.
+
+    It is 1, except for kernels of experts: the model's `costs` declare their share.
     """
     if not has_experts(names):
         return 1.0
@@ -47,10 +47,9 @@ _CONVENTIONS: tuple[flops.Convention, ...] = ("causal", "full")
 
 
 def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
-    """Counts model FLOPs per target of a step by both attention conventions.
+    """Counts the model FLOPs per target of a step, by both attention conventions.
 
-    Those of the policy, forward and backward, and of its objective's frozen modules,
-    forward.
+    They include the policy, forward and backward, and frozen modules, forward only.
     """
     parts = [policy_flops(run, spec)]
     parts += [module_flops(run, module) for module in spec.modules.values()]
@@ -61,10 +60,10 @@ def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
 
 
 def module_flops(run: RunConfig, module: ModelSpec) -> dict[str, float]:
-    """Counts model FLOPs per target of a frozen module's forward pass.
+    """Counts the model FLOPs per target of a frozen module's forward pass.
 
-    A third of what its ops declare for forward and backward, without adapters. Those of
-    a model that declares nothing are counted from its program.
+    They are a third of the FLOPs that its ops declare for forward and backward. If it
+    declares none, they are counted in its program.
     """
     declared = module_costs(run, module)
     if declared:
@@ -83,13 +82,12 @@ def module_flops(run: RunConfig, module: ModelSpec) -> dict[str, float]:
 
 
 def policy_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
-    """Counts model FLOPs per target of the policy (forward and backward) by both
-    attention conventions.
+    """Counts the model FLOPs per target of the policy, forward and backward.
 
-    The sum of what the model's ops declare, or what its Config says of
-    `flops_per_token`; a frozen kernel has no gradient of its own, so it takes two
-    thirds. Another model's are counted from its forward program, times three; there
-    both conventions are what the program does, and all counts as trained.
+    They are the FLOPs that the model's ops declare, or the result of its
+    `Config.flops_per_token`, less the gradients of frozen kernels. If the model has
+    neither, its forward program is counted, times three. Then both attention
+    conventions have the same count, and all parameters count as trained.
     """
     length = targets_per_sample(run)
     formula = registry.model_hook(run.model_config, "flops_per_token")
@@ -104,13 +102,13 @@ def policy_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
             convention: formula(length, convention) for convention in _CONVENTIONS
         }
     else:
-        counted = _counted(run, spec) / length
+        counted = _count_in_program(run, spec) / length
         return dict.fromkeys(_CONVENTIONS, counted)
-    less = _frozen_flops(run, spec)
-    return {convention: count - less for convention, count in needed.items()}
+    saved = _frozen_flops(run, spec)
+    return {convention: count - saved for convention, count in needed.items()}
 
 
-def _counted(run: RunConfig, spec: ModelSpec) -> float:
+def _count_in_program(run: RunConfig, spec: ModelSpec) -> float:
     """Counts the FLOPs of a sample in the model's forward program, times three."""
     sample = batch_shapes(run, 1)
     program = forward_program(spec, sample, compute=run.precision.compute)
@@ -118,29 +116,39 @@ def _counted(run: RunConfig, spec: ModelSpec) -> float:
 
 
 def _frozen_flops(run: RunConfig, spec: ModelSpec) -> float:
-    """Counts the FLOPs per token of gradients that frozen kernels don't have, less what
-    adapters take.
+    """Counts the FLOPs per token that frozen kernels save, less those of adapters.
+
+    A frozen kernel needs no gradient, which would take 2 FLOPs per parameter. An
+    adapter takes 6 FLOPs per parameter.
     """
-    less = 0.0
+    saved = 0.0
     for path, count in lora.weights(spec.frozen, run.lora).items():
         x, names = spec.named_frozen()[path]
         kind = role_of(path.split("/"), x.shape, names).kind
-        tied = bool(run.model.get("tie_embeddings"))
-        scores = kind == "embedding" and names[:1] == ("vocab",) and tied
-        if kind in ("matrix", "head") or scores:
-            less += 2 * count * active_share(run, names)
-    trained = spec.named_trainable().values() if run.lora.rank else ()
-    return less - sum(6 * x.size * active_share(run, names) for x, names in trained)
+        is_tied = bool(run.model.get("tie_embeddings"))
+        is_head = kind == "embedding" and names[:1] == ("vocab",) and is_tied
+        if kind in ("matrix", "head") or is_head:
+            saved += 2 * count * active_share(run, names)
+    if not run.lora.rank:
+        return saved
+    adapters: float = sum(
+        6 * x.size * active_share(run, names)
+        for x, names in spec.named_trainable().values()
+    )
+    return saved - adapters
 
 
 def throughput(
     composition: Composition, mesh: Mesh, step_flops: float | None = None
 ) -> Throughput:
-    """Makes the meter that turns times into tokens/s, MFU and HFU, which are None on
-    unknown chips.
+    """Makes the meter that converts times to tokens/s, MFU and HFU.
+
+    MFU and HFU are None on chips whose peak is unknown.
 
     Args:
-      step_flops: of a step's program, all devices together; without them HFU is None.
+      composition: the run.
+      mesh: the devices.
+      step_flops: FLOPs of a step's program on all devices together; None: HFU is None.
     """
     needed = model_flops(composition.config, composition.spec)
     return Throughput(
@@ -153,8 +161,6 @@ def throughput(
 
 
 def mfu_peak(run: RunConfig, device: jax.Device) -> float | None:
-    """Returns the FLOP/s of a device that MFU is a share of; None where no such peak is
-    published.
-    """
+    """Returns the peak FLOP/s of a device, for MFU; None if no peak is published."""
     chip = chips.chip_for(device.device_kind)
     return chip.peak(run.precision.peak) if chip else None

@@ -1,4 +1,4 @@
-"""What a run does before its first step: it takes its workdir and its data."""
+"""The opening of a run's workdir and data, before its first step."""
 
 import contextlib
 from collections.abc import Callable
@@ -29,10 +29,10 @@ def log(text: str) -> None:
 
 
 def refuse_other_version(folder: Path) -> None:
-    """Checks, before anything is written, that no other version has written the run.
+    """Checks that no other version of jaxdist has written the workdir.
 
     Raises:
-      OtherVersion: on all processes: one has.
+      OtherVersion: another version has. It is raised on all processes.
     """
     with coordination.raise_on_all():
         if is_lead():
@@ -42,23 +42,27 @@ def refuse_other_version(folder: Path) -> None:
 def open_dataset(
     config: RunConfig,
     folder: Path,
-    given: Dataset | None,
+    user_dataset: Dataset | None,
     say: Callable[[str], None],
 ) -> Dataset:
     """Opens the run's data.
 
     Args:
-      given: a caller's own; None: that of `data.*`.
-      say: takes lines of progress.
+      config: the run's config.
+      folder: the workdir.
+      user_dataset: the caller's data; None: the data of `data.*`.
+      say: receives lines of progress.
 
     Raises:
-      ConfigError: processes differ in it, or nothing is held out.
-      SourceError: it cannot be read. PeerFailed: by another process.
+      ConfigError: processes have different data, or an evaluation has no held-out data.
+      SourceError: this process cannot read the data.
+      PeerFailed: another process cannot read the data.
     """
     with coordination.raise_on_all():
-        dataset = given or batching.open_data(config, folder, say)
+        dataset = user_dataset or batching.open_data(config, folder, say)
     consistency.agree(lambda: {"data": dataset.fingerprint})
     if config.train.eval_every:
+        # It raises a ConfigError if nothing is held out.
         dataset.num_validation_batches(config.batch.global_size)
     return dataset
 
@@ -71,15 +75,17 @@ def open_workdir(
 ) -> None:
     """Locks the run's folder, and opens its checkpoints, rows and events.
 
-    The run then knows its origin: code, versions, machines.
+    It also sets the run's `origin`: source, versions and machines.
 
     Args:
+      run: the run.
       requested: the config before it was refitted to the devices.
-      stack: closes all.
+      callbacks: the run's callbacks.
+      stack: closes what this function opens.
 
     Raises:
       ConfigError: processes differ in config, code or folder; another process uses the
-        workdir; the config does not fit the run in it; its copies cannot be read.
+        workdir; or the config does not fit the run in the workdir.
     """
     config = run.config
     flat = schema.flatten(schema.to_config_dict(config))

@@ -1,13 +1,12 @@
-"""A pipeline before it runs: ticks, bubble, shares of the work, and settings that would
-be faster.
+"""The estimate of a pipeline: ticks, bubble, balance, and settings that are faster.
 
-All by arithmetic from the schedule's own table and the model's FLOPs: nothing is run or
-compiled.
+It is arithmetic on the schedule's table and the model's FLOPs. Nothing is compiled or
+run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -25,85 +24,107 @@ from jaxdist.parallel.pipeline.schedules.simulator import (
 )
 from jaxdist.parallel.pipeline.schedules.table import Schedule, build_schedule
 from jaxdist.parallel.sharding import Rules, axes_in
-from jaxdist.protocols.model import embedded
+from jaxdist.protocols.model import Batch, embedded
+from jaxdist.protocols.model_spec import Tree
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.trainer.compose import Composition, batch_shapes, targets_per_sample
 from jaxdist.trainer.model_flops import policy_flops
 
+# largest number of ops in a timeline; in a longer one they are too small to see
+_MOST_OPS = 4096
+
 
 @dataclass(frozen=True)
 class PipelineEstimate:
-    """A run's pipeline; costs are FLOPs per token of a microbatch."""
+    """The estimate of a run's pipeline. Costs are FLOPs per token of a microbatch."""
 
     schedule: Schedule
     costs: Costs
     simulation: Simulation
     balance: Balance
-    # inputs that a stage keeps of a live microbatch: of its chunk, or of its layers
+    # inputs that a stage keeps for each live microbatch: one, or one for each layer
     kept: int
 
 
 def estimate_pipeline(composition: Composition) -> PipelineEstimate | None:
     """Estimates the schedule of a validated run; None without a pipeline.
 
-    A backward is two forwards and those that it recomputes: from kept inputs one, and
-    with pipeline.remat=full over several layers, or remat.policy=full in groups, each
-    of them once more. The head's is not recomputed.
-    Norms, softmax, lookups and the optimizer are left out, attention counts causally.
+    A backward pass costs two forward passes and the recomputation of the forward pass.
+    The recomputation runs twice with pipeline.remat=full over several layers, and with
+    remat.policy=full in groups. The head is not recomputed. Attention counts causally.
+    Norms, softmax, lookups and the optimizer are not counted.
     """
     cut = composition.staging
     if cut is None:
         return None
-    rules = composition.rules
-    # Of a token: a block, embedding and head, and the layers that are done where the
-    # embedding is.
-    layer, head, first = (
+    # A third of these costs is that of the forward pass.
+    per_layer, head, first = (
         cost / 3 for cost in _forward_and_backward(composition, cut.num_layers)
     )
-    parameters = composition.spec.named_parameters().values()
-    specs = (rules.stored(names, x.shape) for x, names in parameters)
-    split = any("pipeline" in axes_in(entry) for stored in specs for entry in stored)
-    # without a split vocabulary each stage does all of it
-    edge = head / cut.stages if split else head
-    config = cut.config
+    is_sharded = _vocab_is_sharded(composition)
+    # If the vocabulary is not sharded, each stage computes the whole head.
+    edge = head / cut.stages if is_sharded else head
     places = cut.stages * cut.config.chunks
     depth = cut.dims[2]
     layers = [
-        max(min(depth, cut.num_layers - first), 0)
-        for first in range(0, depth * places, depth)
+        max(min(depth, cut.num_layers - begin), 0)
+        for begin in range(0, depth * places, depth)
     ]
-    loads = balance(layers, cut.stages, layer_cost=layer, edge_cost=edge + first)
-    twice = (
-        cut.recompute.policy == "full"
-        if cut.grouped
-        else cut.remat == "full" and depth > 1
-    )
-    again = 2 if twice else 1
-    chunks = [[n * layer for n in layers[s :: cut.stages]] for s in range(cut.stages)]
-    back = [[(2 + again) * cost for cost in row] for row in chunks]
+    if cut.grouped:
+        recomputes_twice = cut.recompute.policy == "full"
+    else:
+        recomputes_twice = cut.remat == "full" and depth > 1
+    backward = 2 + (2 if recomputes_twice else 1)
+    forward_by_stage = [
+        [count * per_layer for count in layers[stage :: cut.stages]]
+        for stage in range(cut.stages)
+    ]
+    backward_by_stage = [[backward * cost for cost in row] for row in forward_by_stage]
     costs = Costs(
-        chunks, back, head=3 * head, first=first, edges="sharded" if split else "last"
+        forward_by_stage,
+        backward_by_stage,
+        head=3 * head,
+        first=first,
+        edges="sharded" if is_sharded else "last",
     )
     schedule = build_schedule(
-        config.schedule, cut.stages, cut.microbatches, config.chunks
+        cut.config.schedule, cut.stages, cut.microbatches, cut.config.chunks
     )
-    kept = cut.kept_inputs if cut.remat == "layers" else 1
-    return PipelineEstimate(schedule, costs, simulate(schedule, costs), loads, kept)
+    return PipelineEstimate(
+        schedule=schedule,
+        costs=costs,
+        simulation=simulate(schedule, costs),
+        balance=balance(
+            layers, cut.stages, layer_cost=per_layer, edge_cost=edge + first
+        ),
+        kept=cut.kept_inputs if cut.remat == "layers" else 1,
+    )
+
+
+def _vocab_is_sharded(composition: Composition) -> bool:
+    """Tests whether the stages of a pipeline shard parameters of embedding and head."""
+    parameters = composition.spec.named_parameters().values()
+    specs = (composition.rules.stored(names, x.shape) for x, names in parameters)
+    return any("pipeline" in axes_in(entry) for stored in specs for entry in stored)
 
 
 def _forward_and_backward(
     composition: Composition, num_layers: int
 ) -> tuple[float, float, float]:
-    """Counts FLOPs per token of a block, of embedding and head together, and of
-    `first_blocks`.
+    """Counts the FLOPs per token of parts of the model, forward and backward.
+
+    Returns:
+      The FLOPs of a block, of embedding and head together, and of `first_blocks`.
     """
     run = composition.config
     spec = composition.spec
-    whole = policy_flops(run, spec)["causal"]
+    total = policy_flops(run, spec)["causal"]
     batch = batch_shapes(run, 1)
 
-    def outside(embed) -> float:
-        def edges(trainable, model_state, frozen, batch):
+    def count_edges(embed: Callable[[Any, Batch], jax.Array]) -> float:
+        def edges(
+            trainable: Tree, model_state: Tree, frozen: Tree, batch: Batch
+        ) -> Any:
             model = spec.assemble(trainable, model_state, frozen)
             return model.head(embed(model, batch), batch)
 
@@ -112,15 +133,15 @@ def _forward_and_backward(
         )
         return 3 * counted / targets_per_sample(run)
 
-    edges = outside(lambda model, batch: model.embed(batch))
+    edges = count_edges(lambda model, batch: model.embed(batch))
     first = 0.0
     if "first_blocks" in spec.trainable | spec.frozen:
-        first = outside(lambda model, batch: embedded(model, batch, None)) - edges
-    return (whole - edges - first) / num_layers, edges, first
+        first = count_edges(lambda model, batch: embedded(model, batch, None)) - edges
+    return (total - edges - first) / num_layers, edges, first
 
 
 def lines(composition: Composition) -> Iterator[str]:
-    """Yields what a person should know about the pipeline; nothing without one."""
+    """Yields lines that describe the pipeline; none without a pipeline."""
     estimate = estimate_pipeline(composition)
     if estimate is None:
         return
@@ -128,22 +149,25 @@ def lines(composition: Composition) -> Iterator[str]:
     spec = composition.spec
     rules = composition.rules
     result = estimate.simulation
-    plan = estimate.schedule
-    chunks = f" x {plan.chunks} chunks" if plan.chunks > 1 else ""
-    each = run.batch.global_size // (run.batch.accumulation * rules.shape.batch_shards)
+    schedule = estimate.schedule
+    chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+    kept = f" x {estimate.kept} layers" if estimate.kept > 1 else ""
+    per_device = run.batch.global_size // (
+        run.batch.accumulation * rules.shape.batch_shards
+    )
     yield (
-        f"pipeline: {run.pipeline.schedule}, {plan.stages} stages{chunks}, {plan.microbatches} microbatches: "
+        f"pipeline: {run.pipeline.schedule}, {schedule.stages} stages{chunks}, {schedule.microbatches} microbatches: "
         f"{result.ticks} ticks, bubble {result.bubble:.1%}, a stage keeps at most "
-        f"{max(result.live_inputs)} inputs{f' x {estimate.kept} layers' if estimate.kept > 1 else ''} of "
-        f"{each // plan.microbatches} sequences a device"
+        f"{max(result.live_inputs)} inputs{kept} of "
+        f"{per_device // schedule.microbatches} sequences a device"
     )
     shares = ", ".join(f"{share:.1%}" for share in estimate.balance.shares)
-    blocks = (
-        f"groups of {spec.block_layers} layers" if spec.block_layers > 1 else "layers"
-    )
+    blocks = "layers"
+    if spec.block_layers > 1:
+        blocks = f"groups of {spec.block_layers} layers"
     yield f"  FLOPs by stage: {shares}; {blocks} by place: {', '.join(map(str, estimate.balance.cut))}"
     if estimate.costs.first:
-        without = simulate(estimate.schedule, replace(estimate.costs, first=0.0)).time
+        without = simulate(schedule, replace(estimate.costs, first=0.0)).time
         yield (
             f"  the layers before them (first_blocks) run on every stage, which lengthens the step by "
             f"{result.time / without - 1:.1%}"
@@ -152,23 +176,24 @@ def lines(composition: Composition) -> Iterator[str]:
     if warning:
         yield f"  warning: {warning}"
     yield from _edge_lines(estimate, rules)
-    for option in microbatch_options(
-        plan.stages,
-        plan.microbatches,
-        plan.chunks,
-        choices=divisors(each),
+    options = microbatch_options(
+        schedule.stages,
+        schedule.microbatches,
+        schedule.chunks,
+        choices=divisors(per_device),
         layers=sum(estimate.balance.cut),
-    ):
+    )
+    for option in options:
         yield f"  {option.overrides} would have a bubble of {option.bubble:.1%}"
 
 
 def _edge_lines(estimate: PipelineEstimate, rules: Rules) -> Iterator[str]:
-    """Yields what embedding and head cost where they are not shared out, or where that
-    is slow.
-    """
-    costs = [replace(estimate.costs, edges=kind) for kind in ("sharded", "last")]
-    shared, whole = (simulate(estimate.schedule, each).time for each in costs)
-    longer = f"{whole / shared - 1:.1%}"
+    """Yields the cost of embedding and head that are not sharded, or sharded slowly."""
+
+    def time_with(edges: Literal["sharded", "last"]) -> float:
+        return simulate(estimate.schedule, replace(estimate.costs, edges=edges)).time
+
+    longer = f"{time_with('last') / time_with('sharded') - 1:.1%}"
     if estimate.costs.edges == "last":
         yield f"  every stage does the whole embedding and head, which lengthens the step by {longer}"
     elif rules.shape.dcn["pipeline"] > 1:
@@ -179,27 +204,23 @@ def _edge_lines(estimate: PipelineEstimate, rules: Rules) -> Iterator[str]:
 
 
 def describe(composition: Composition) -> dict[str, Any]:
-    """Describes the pipeline for run.json, its timeline included; {} without
-    one.
-    """
+    """Describes the pipeline and its timeline for run.json; {} without a pipeline."""
     estimate = estimate_pipeline(composition)
     if estimate is None:
         return {}
     result = estimate.simulation
-    plan = estimate.schedule
-    sizes = {
-        "stages": plan.stages,
-        "microbatches": plan.microbatches,
-        "chunks": plan.chunks,
-    }
-    counts = {
-        "ticks": result.ticks,
-        "bubble": result.bubble,
-        "live_inputs": max(result.live_inputs),
-    }
+    schedule = estimate.schedule
     description: dict[str, Any] = {
-        "pipeline": {"schedule": composition.config.pipeline.schedule} | sizes | counts
+        "pipeline": {
+            "schedule": composition.config.pipeline.schedule,
+            "stages": schedule.stages,
+            "microbatches": schedule.microbatches,
+            "chunks": schedule.chunks,
+            "ticks": result.ticks,
+            "bubble": result.bubble,
+            "live_inputs": max(result.live_inputs),
+        }
     }
-    if (plan.table >= 0).sum() <= 4096:  # ops; a longer timeline shows nothing
-        description["timeline_svg"] = draw_svg(plan, estimate.costs, width=1160)
+    if (schedule.table >= 0).sum() <= _MOST_OPS:
+        description["timeline_svg"] = draw_svg(schedule, estimate.costs, width=1160)
     return description

@@ -1,8 +1,11 @@
-"""Ends a run at a signal: every process after the same step, with everything saved.
+"""The end of a run at a signal: every process stops after the same step and has saved.
 
 A signal to one process is enough. The processes agree through the coordination service,
-not through a collective: the devices never wait for it, and a step costs one
-comparison.
+not through a collective. So the devices never wait, and a step costs one comparison.
+
+Python runs a signal's handler in the main thread, and only between two instructions. If
+the main thread is in a compiler or waits for another process, a further thread answers
+(`_answer_signals`).
 """
 
 from __future__ import annotations
@@ -34,11 +37,11 @@ from jaxdist.distributed import coordination, initialize
 from jaxdist.distributed.cluster import TORCHRUN, count_ray_workers
 from jaxdist.distributed.stop_signals import stop_signals
 
-# between looks for a request; between looks for the others' answers
-_LOOK_S = 0.25
-_TRY_S = 0.02
-_END_S = 10  # that Python's own end may last after a failure
-_LOST = (  # words of errors by which one process hears that another has gone
+_LOOK_S = 0.25  # seconds between two looks for a request to stop
+_TRY_S = 0.02  # seconds between two looks for the other processes' answers
+_END_S = 10  # seconds that Python's orderly exit may take after a failure
+# parts of error messages that mean that another process is lost
+_LOST = (
     "gloo",
     "nccl",
     "coordination service",
@@ -49,44 +52,42 @@ _LOST = (  # words of errors by which one process hears that another has gone
 
 
 class Interrupted(Exception):
-    """A signal ended training early; everything is saved."""
+    """A signal ended training early. Everything is saved."""
 
 
 class Preempted(Interrupted, SystemExit):
-    """The signal was for the process: where nobody catches this, a script ends
-    with 75.
-    """
+    """A signal that was meant for the process. An uncaught one exits with 75."""
 
     code = EXIT_PREEMPTED
 
 
 class StopSignals:
-    """While entered, signals only ask: the step under way is finished and saved, by all
-    processes.
+    """The signals that stop a run. While entered, the run saves before it stops.
 
-    A user's own handler is called, too, also one that is set meanwhile. A second SIGINT
-    interrupts at once.
+    All processes finish the current step and save. A handler of the user is also called,
+    even if it is set during the run. A second SIGINT interrupts at once.
     """
 
     def __init__(self) -> None:
         self.stopping = False  # whether `reached` has returned True
-        self._heard = False  # of a signal to this process
-        self._interrupted = False  # by a first Ctrl-C
-        self._asking = False  # a user's own handler is being called
-        self._told = False  # that a handler was set during the run
-        # calls of `reached`; the one to stop at
-        self._steps = 0
-        self._stop_at = math.inf
+        self._heard = False  # whether this process got a signal
+        self._interrupted = False  # whether it got a first Ctrl-C
+        self._in_handler = False  # whether a handler of the user is being called
+        self._warned = False  # whether it has reported a handler set during the run
+        self._steps = 0  # calls of `reached`
+        self._stop_at = math.inf  # the call at which to stop
         self._lock = threading.Lock()
         self._left = threading.Event()
         self._requests = coordination.Board("stop")
         self._answers = coordination.Board("stop-at")
         self._grouped = self._requests.client is not None
+        # handlers that these signals had before, by signal
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
         PROCESS.must_leave = self._grouped
-        # Compilers differ by minutes in their time, a collective waits half of one.
+        # Compilation times differ by minutes, and a collective waits only half a
+        # minute. So the processes meet here before the first step.
         coordination.barrier(timeout_s=3_600)
         if _is_main():
             for number in stop_signals(os.environ):
@@ -105,26 +106,32 @@ class StopSignals:
             _leave_if_peer_lost(error)
         if PROCESS.run is self:
             PROCESS.run = None
-        for number, handler in self._before.items():
-            if handler is _before_the_run and (self.stopping or not PROCESS.is_script):
-                # The run is over: its last words are not cut short.
-                handler = (
-                    signal.default_int_handler
-                    if number == signal.SIGINT
-                    else signal.SIG_IGN
-                )
-            if handler is not None:  # None: C code's, which Python cannot put back
+        for number, before in self._before.items():
+            handler = self._handler_after(number, before)
+            # A handler of C code is None. Python cannot set it again.
+            if handler is not None:
                 signal.signal(number, handler)
         self._left.set()
         if self._grouped:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                # for one who asks now: we are past our last step
+                # This answers processes that ask now: this one takes no more steps.
                 self._answers.put(self._steps)
             self._thread.join(timeout=1)
 
+    def _handler_after(self, number: int, before: Any) -> Any:
+        """Chooses the handler of a signal after the run."""
+        run_is_over = self.stopping or not PROCESS.is_script
+        if before is not _before_the_run or not run_is_over:
+            return before
+        # Only output remains, which a signal should not cut off.
+        if number == signal.SIGINT:
+            return signal.default_int_handler
+        return signal.SIG_IGN
+
     def reached(self) -> bool:
-        """Tests whether to stop after this step; each process calls it once a step,
-        all get the same.
+        """Tests whether to stop after this step.
+
+        Every process calls it once a step, and all get the same result.
         """
         self._take_back()
         with self._lock:
@@ -133,52 +140,54 @@ class StopSignals:
         return self.stopping
 
     def hear(self, number: int) -> None:
-        """Asks to stop, for a signal to this process; from any thread."""
+        """Requests a stop because this process got a signal. Any thread may call it."""
         PROCESS.must_leave |= number != signal.SIGINT
         self._heard = True
         if not self._grouped:
             self._stop_at = 0
 
     def _ask(self, number: int, frame: Any) -> None:
-        if self._asking:  # by a handler that calls the one it replaced
+        """Handles a signal during the run."""
+        # A handler of the user may call the handler that it replaced: this one.
+        if self._in_handler:
             return
         self.hear(number)
         if number == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
-        self._asking = True
+        self._in_handler = True
         _call_own_handler(self._before.get(number), number, frame)
-        self._asking = False
+        self._in_handler = False
 
     def _take_back(self) -> None:
-        """Sets this handler again where another one was set since; that is
-        called, too.
+        """Sets this handler again if the user has set another one since.
+
+        The user's handler will be called, too.
         """
         for number in self._before:
-            theirs = signal.getsignal(number)
-            if theirs != self._ask:
-                self._before[number] = signal.signal(number, self._ask)
-                if not self._told:
-                    also = (
-                        "is called, too, but" if callable(theirs) else "does not count:"
-                    )
-                    name = signal.Signals(number).name
-                    print(
-                        f"a handler of {name} set during the run {also} the run still stops",
-                        file=sys.stderr,
-                    )
-                self._told = True
+            current = signal.getsignal(number)
+            if current == self._ask:
+                continue
+            self._before[number] = signal.signal(number, self._ask)
+            if not self._warned:
+                effect = "does not count:"
+                if callable(current):
+                    effect = "is called, too, but"
+                name = signal.Signals(number).name
+                print(
+                    f"a handler of {name} set during the run {effect} the run still stops",
+                    file=sys.stderr,
+                )
+            self._warned = True
 
     # --- a thread of every process of a group -----------------------------------------
 
     def _watch(self) -> None:
-        """Tells the others of a signal to this process; agrees on a step once any
-        process had one.
-        """
-        # no coordinator: the run is over
+        """Reports a signal to the other processes, and agrees on the step to stop at."""
+        # Without a coordinator, the run is over.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            # The coordinator answers them all: at most 256 requests a second.
+            # The coordinator answers all processes: at most 256 requests a second.
             look_s = _LOOK_S * max(1, jax.process_count() / 64)
             while not self._left.wait(look_s):
                 if self._heard:
@@ -188,8 +197,9 @@ class StopSignals:
                     return
 
     def _agree(self) -> None:
-        """Sets the step to stop at: the first that no process has passed. None moves on
-        meanwhile.
+        """Sets the step to stop at: the first step that no process has passed.
+
+        The lock keeps this process from taking further steps meanwhile.
         """
         with self._lock:
             self._answers.put(self._steps)
@@ -200,61 +210,48 @@ class StopSignals:
                 self._stop_at = max(answers.values()) + 1
 
 
-# --- a process of its own -------------------------------------------------------------
+# --- the end of a process -------------------------------------------------------------
 
 
 @dataclass
 class _Process:
-    is_ours: bool = False  # to end: a command's or a joined script's, not a notebook's
-    is_script: bool = False  # which may go on after a run, with another
-    # whether what nobody catches ends it with the error's exit code
+    """The facts about this process that decide how it ends."""
+
+    # whether jaxdist may end it: that of a command or a joined script, not a notebook
+    is_ours: bool = False
+    is_script: bool = False  # whether it is a script, which may make another run
+    # whether an uncaught error ends it with the error's exit code
     keeps_codes: bool = False
-    # Whether the last stop was for the process: only a Ctrl-C to one alone gives
-    # control back.
+    # Whether the last stop was meant for the process. If not, it was a Ctrl-C to a
+    # process that runs alone, and the script continues.
     must_leave: bool = False
-    run: StopSignals | None = None  # that takes signals now
+    run: StopSignals | None = None  # the run that handles signals now
 
 
 PROCESS = _Process()
-_own_handlers: dict[int, Any] = {}  # of signals, as they were before ours
-_leaving = threading.Lock()  # held by what ends the process
+# handlers that signals had before those of this module, by signal
+_own_handlers: dict[int, Any] = {}
+_leaving = threading.Lock()  # held by the code that ends the process
 
 
 @contextlib.contextmanager
 def own_process() -> Iterator[None]:
-    """Ends a command's process in ways that others can rely on.
+    """Ends the process of a command in ways that its callers can rely on.
 
-    A signal before the first step ends it at once with 75: nothing is unsaved, and a
-    compiler or a wait for other processes may take longer than there is time. In a
-    group, a failure ends it at once: an orderly end would wait for processes that wait
-    for this one.
+    A signal before the first step ends it at once with 75. Nothing is unsaved then, and
+    a compiler or a wait for other processes may take too long. In a group, a failure
+    ends it at once: an orderly exit would wait for processes that wait for this one.
     """
     PROCESS.is_ours = True
     try:
         _listen()
-    except ConfigError as error:  # of the environment's list of signals
+    except ConfigError as error:  # the environment's list of signals is invalid
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(EXIT_CONFIG) from None
     try:
         yield
     except SystemExit as leaving:
-        if leaving.code == EXIT_PREEMPTED:
-            _leave_tidily(EXIT_PREEMPTED)
-        # Python's own end would wait for a compiler, or for processes that wait for
-        # this one.
-        failed_in_group = (
-            leaving.code not in (0, None) and jax.distributed.is_initialized()
-        )
-        code = leaving.code if isinstance(leaving.code, int) else 1
-        if leaving.code == EXIT_NO_CHECKPOINT or failed_in_group:
-            _leave(code)
-        if isinstance(leaving.code, int) and code != 0:
-            # A thread that waits for a disk without answer would hold up the end, or
-            # crash in it.
-            threading.Thread(
-                target=_leave_late, args=(code,), name="leave", daemon=True
-            ).start()
-            _leave_tidily(code)
+        _leave_with(leaving.code)
         raise
     except BaseException as error:
         if jax.distributed.is_initialized():
@@ -262,45 +259,73 @@ def own_process() -> Iterator[None]:
         raise
 
 
-def join() -> str | None:
-    """Joins the processes that `jaxdist launch` or a scheduler started; returns lines
-    that say so, or None.
+def _leave_with(exit_code: object) -> None:
+    """Ends the process for the code of a SystemExit, or returns if Python may end it.
 
-    A script calls it first of all, before anything asks jax for devices; alone, it may
-    stay. In a group the process is ours from then on, as a command's is: a signal
-    outside of a run ends it with 75 (after the script's own handler, if it had set
-    one), a failure or sys.exit(1) at once and not after a wait for the others, a
-    ConfigError with 78, a CheckpointError with 77.
+    Python's orderly exit would wait for a compiler, or for processes that wait for this
+    one.
+    """
+    if exit_code == EXIT_PREEMPTED:
+        _leave_tidily(EXIT_PREEMPTED)
+    failed_in_group = exit_code not in (0, None) and jax.distributed.is_initialized()
+    code = exit_code if isinstance(exit_code, int) else 1
+    if exit_code == EXIT_NO_CHECKPOINT or failed_in_group:
+        _leave(code)
+    if isinstance(exit_code, int) and code != 0:
+        # A thread that waits for a disk without answer would delay the exit, or crash
+        # in it.
+        threading.Thread(
+            target=_leave_late, args=(code,), name="leave", daemon=True
+        ).start()
+        _leave_tidily(code)
+
+
+def join() -> str | None:
+    """Joins the processes that `jaxdist launch` or a scheduler has started.
+
+    A script calls it first, before anything asks jax for devices. From then on, an
+    uncaught ConfigError exits with 78, and a CheckpointError with 77. In a group, jaxdist
+    also ends the process like that of a command. A signal outside of a run ends it with
+    75, after the script's handler. A failure or sys.exit(1) ends it at once, without a
+    wait for the other processes.
+
+    Returns:
+      Lines that describe the group and the platform's flags; None if there are none.
 
     Raises:
-      ConfigError: a scheduler was detected, but not its group.
+      ConfigError: a scheduler was detected, but its group was not.
     """
     lines = initialize.prepare() if not jax.distributed.is_initialized() else None
     _keep_exit_codes()
     if jax.distributed.is_initialized() and not PROCESS.is_ours:
-        PROCESS.is_ours = PROCESS.is_script = True
+        PROCESS.is_ours = True
+        PROCESS.is_script = True
         _listen()
         sys.exit = _exit
     return lines
 
 
 def refuse_unjoined() -> None:
-    """Raises a ConfigError where each process of `launch`, torchrun or Ray would make
-    the run alone.
+    """Checks that a process of a launcher has joined the others.
+
+    Raises:
+      ConfigError: it has not, so each process of `launch`, torchrun or Ray would train
+        the run alone.
     """
     if "JAXDIST_NUM_PROCESSES" in os.environ and not PROCESS.is_ours:
-        _keep_exit_codes()  # the agent reads them
+        _keep_exit_codes()  # the agent of `launch` reads them
     if jax.distributed.is_initialized():
         return
     launcher = initialize.detect_launcher(os.environ)
-    size = "WORLD_SIZE"
     if launcher in (initialize.LAUNCH, TORCHRUN):
-        ours = launcher == initialize.LAUNCH
-        number = "JAXDIST_NUM_PROCESSES" if ours else size
-        alone = "JAXDIST_COORDINATOR" if ours else size
+        size_variable = "WORLD_SIZE"
+        alone_variable = "WORLD_SIZE"
+        if launcher == initialize.LAUNCH:
+            size_variable = "JAXDIST_NUM_PROCESSES"
+            alone_variable = "JAXDIST_COORDINATOR"
         raise ConfigError(
-            f"one of {os.environ.get(number)} processes of {launcher}, but not joined "
-            f"to the others; call jaxdist.join() first of all, or unset {alone} to run alone"
+            f"one of {os.environ.get(size_variable)} processes of {launcher}, but not joined "
+            f"to the others; call jaxdist.join() first of all, or unset {alone_variable} to run alone"
         )
     workers = count_ray_workers()
     if workers > 1:
@@ -312,8 +337,9 @@ def refuse_unjoined() -> None:
 
 
 def _keep_exit_codes() -> None:
-    """Ends a script for an error that nobody caught with the error's exit code; one of
-    a group at once.
+    """Makes an uncaught error end the script with the error's exit code.
+
+    A process of a group ends at once.
     """
     if PROCESS.keeps_codes:
         return
@@ -321,25 +347,24 @@ def _keep_exit_codes() -> None:
     show = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not _is_main():  # of a library's thread: it ends nothing
-            show(kind, error, trace)
-        elif jax.distributed.is_initialized():
+        if _is_main() and jax.distributed.is_initialized():
             _fail(error)
-        else:
-            show(kind, error, trace)
-            code = exit_code_of(error)
-            # no shell's
-            if code != 1 and not hasattr(sys, "ps1"):
-                _leave_tidily(code)
+        show(kind, error, trace)
+        # Neither an error of another thread nor one in a shell ends the process.
+        if not _is_main() or hasattr(sys, "ps1"):
+            return
+        code = exit_code_of(error)
+        if code != 1:
+            _leave_tidily(code)
 
     sys.excepthook = end
 
 
 class _Exit(SystemExit):
-    """A SystemExit that ends the process at once when it has left the script: nobody
-    has caught it.
+    """A SystemExit that ends the process at once if nobody catches it.
 
-    Python's own end would wait for the other processes, which may wait for this one.
+    Python's orderly exit would wait for the other processes, which may wait for this
+    one. Python deletes an uncaught exception when it has left all frames of the script.
     """
 
     def __del__(self) -> None:
@@ -350,7 +375,7 @@ class _Exit(SystemExit):
 
 
 def _exit(code: Any = None, /) -> NoReturn:
-    """Takes the place of sys.exit in a joined script."""
+    """Replaces sys.exit in a joined script."""
     raise _Exit(code)
 
 
@@ -358,16 +383,18 @@ def _is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _fail(error: BaseException) -> None:
-    """Ends a process of a group for what nobody caught."""
+def _fail(error: BaseException) -> NoReturn:
+    """Ends a process of a group for an uncaught error."""
     _leave_if_peer_lost(error)
     traceback.print_exception(error)
     _leave(exit_code_of(error))
 
 
 def _leave_if_peer_lost(error: BaseException) -> None:
+    """Ends a process of a group if an error means that another process is lost."""
     text = str(error).lower()
-    out_of_memory = "resource_exhausted" in text  # NCCL's, too: a fault of this process
+    # Running out of memory is a fault of this process, even if NCCL reports it.
+    out_of_memory = "resource_exhausted" in text
     lost = any(phrase in text for phrase in _LOST) and not out_of_memory
     if lost and PROCESS.is_ours and jax.distributed.is_initialized():
         print(
@@ -377,23 +404,26 @@ def _leave_if_peer_lost(error: BaseException) -> None:
         _leave(EXIT_PEER_LOST)
 
 
-def _leave_tidily(code: int) -> None:
-    """Ends the process as Python would, but for taking itself apart: that lasts for
-    seconds.
+def _leave_tidily(code: int) -> NoReturn:
+    """Ends the process after threads and exit functions, as Python does.
+
+    It skips Python's finalization, which takes seconds.
     """
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # these two are how Python's own end begins
+        # Python's exit begins with these two calls.
+        threading._shutdown()  # type: ignore[attr-defined]  # private, so not in stubs
         atexit._run_exitfuncs()
     finally:
         _leave(code)
 
 
-def _leave_late(code: int) -> None:
+def _leave_late(code: int) -> NoReturn:
     time.sleep(_END_S)
     _leave(code)
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
+    """Flushes the output and ends the process at once."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             stream.flush()
@@ -401,20 +431,22 @@ def _leave(code: int) -> None:
 
 
 def _listen() -> None:
+    """Sets the handlers of signals for the time outside of a run."""
     for number in stop_signals(os.environ):
         _own_handlers[number] = signal.signal(number, _before_the_run)
     _hear_signals()
 
 
 def _hear_signals() -> None:
-    """Starts the thread that hears of each signal, whatever its handler; not where
-    another already does.
+    """Starts the thread that gets each signal through a pipe, whatever its handler.
+
+    It starts none if the process already has a pipe for signals.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if other != -1:
-        signal.set_wakeup_fd(other)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)
         os.close(reader)
         os.close(writer)
         return
@@ -424,39 +456,46 @@ def _hear_signals() -> None:
 
 
 def _before_the_run(number: int, frame: Any) -> None:
-    """A signal's handler where StopSignals has none: ends the process."""
-    if _leaving.acquire(blocking=False):  # else it is being answered
-        _call_own_handler(_own_handlers.get(number), number, frame)
-        # print may be what was interrupted
-        os.write(1, b"asked to stop: nothing is unsaved\n")
-        _leave(EXIT_PREEMPTED)
+    """Handles a signal outside of a run: it ends the process."""
+    # The lock is never released: only one thread ends the process.
+    if not _leaving.acquire(blocking=False):
+        return
+    _call_own_handler(_own_handlers.get(number), number, frame)
+    # The signal may have interrupted a print, which cannot be entered again.
+    os.write(1, b"asked to stop: nothing is unsaved\n")
+    _leave(EXIT_PREEMPTED)
 
 
 def _call_own_handler(handler: Any, number: int, frame: Any) -> None:
-    """Calls a script's own handler, if it has one; what that raises does not keep the
-    run from saving.
+    """Calls a handler of the user, if there is one.
+
+    An error in it does not keep the run from saving.
     """
     if handler is _before_the_run:
         handler = _own_handlers.get(number)
-    if callable(handler) and handler is not signal.default_int_handler:
-        try:
-            handler(number, frame)
-        except SystemExit:  # what the run does next
-            pass
-        except BaseException as error:
-            traceback.print_exception(error)
+    if not callable(handler) or handler is signal.default_int_handler:
+        return
+    try:
+        handler(number, frame)
+    except SystemExit:
+        pass  # the run saves and then exits anyway
+    except BaseException as error:
+        traceback.print_exception(error)
 
 
 def _answer_signals(reader: int) -> None:
-    """Ends the process for a signal that the main thread, outside Python, cannot answer
-    in time.
+    """Answers signals that the main thread cannot answer in time.
 
-    In a run it asks to stop, whatever handler the signal has by now.
+    Outside of a run, it ends the process. In a run, it requests a stop, whatever handler
+    the signal has.
+
+    Args:
+      reader: the end of the pipe from which to read the numbers of signals.
     """
     numbers = stop_signals(os.environ)
     while data := os.read(reader, 256):
         run = PROCESS.run
-        # a main thread that has not seen the signal by then is busy outside Python
+        # A main thread that runs Python code has called the handler by then.
         time.sleep(0.2)
         for number in set(data):
             if signal.getsignal(number) is _before_the_run:

@@ -1,5 +1,7 @@
-"""Which of a run's products are by a recipe (`precision.matmul`), which are not and
-why, and where.
+"""The matrix products of a run that use the number format of `precision.matmul`.
+
+Such a format is called a recipe. For each parameter, this module finds whether its
+products use the recipe, and why not.
 """
 
 import dataclasses
@@ -18,12 +20,14 @@ from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.trainer.run_config import RunConfig
 
 _T = 1e12
-Sample = Callable[[], Mapping[str, jax.ShapeDtypeStruct]]  # shapes of a batch of one
+# returns the shapes of a batch of one sample
+Sample = Callable[[], Mapping[str, jax.ShapeDtypeStruct]]
 
 
 def table(recipe: Recipe, spec: ModelSpec) -> dict[str, str]:
-    """Says of each parameter that is multiplied why the recipe does not, by path; "" if
-    it does.
+    """Explains why products with a parameter do not use the recipe, by path.
+
+    The explanation is "" if they do. Parameters without products are not listed.
     """
     rows = {}
     for path, (x, names) in spec.named_parameters().items():
@@ -53,21 +57,25 @@ def _why_not(
 
 
 def parameters(run: RunConfig, spec: ModelSpec) -> int:
-    """Counts the parameters that the run's recipe multiplies."""
+    """Counts the parameters whose products use the run's recipe."""
     recipe = run.precision.recipe
     if recipe is None:
         return 0
     named = spec.named_parameters()
-    return sum(
-        named[path][0].size for path, why in table(recipe, spec).items() if not why
-    )
+    paths = [path for path, why in table(recipe, spec).items() if not why]
+    return sum(named[path][0].size for path in paths)
 
 
 def lines(
     run: RunConfig, spec: ModelSpec, device: jax.Device, sample: Sample
 ) -> list[str]:
-    """Says at a run's start what share of products the recipe has, which not, and MFU's
-    peak.
+    """Describes the recipe at a run's start: its share of products, and the peak of MFU.
+
+    Args:
+      run: the run's config.
+      spec: the model.
+      device: one of the devices.
+      sample: returns the shapes of a batch of one sample.
     """
     recipe = run.precision.recipe
     if recipe is None:
@@ -75,19 +83,19 @@ def lines(
     by_reason = defaultdict(list)
     for path, why in table(recipe, spec).items():
         by_reason[why].append(path)
-    taken = by_reason.pop("", [])
+    with_recipe = by_reason.pop("", [])
     text = (
         f"precision.matmul={recipe.name}: {share(run, spec, sample):.0%} of the forward products' "
-        f"FLOPs in {recipe.units.numbers} ({', '.join(taken)})"
+        f"FLOPs in {recipe.units.numbers} ({', '.join(with_recipe)})"
     )
-    rest = "; ".join(f"{', '.join(paths)}: {why}" for why, paths in by_reason.items())
-    if rest:
-        text += f"; not {rest}"
+    if by_reason:
+        reasons = [f"{', '.join(paths)}: {why}" for why, paths in by_reason.items()]
+        text += f"; not {'; '.join(reasons)}"
     return [text, _speed(recipe, device)]
 
 
 def _speed(recipe: Recipe, device: jax.Device) -> str:
-    """Says how fast a recipe is on a device, and which peak MFU is a share of."""
+    """Describes the speed of a recipe on a device, and the peak that MFU refers to."""
     numbers = recipe.units.numbers
     if platform_of(device.platform) == "cpu":
         return f"{numbers} are emulated on CPUs, and slower than {recipe.dtype}: for tests alone"
@@ -103,7 +111,7 @@ def _speed(recipe: Recipe, device: jax.Device) -> str:
 
 
 def share(run: RunConfig, spec: ModelSpec, sample: Sample) -> float:
-    """Computes the share of the forward program's FLOPs that the run's recipe has."""
+    """Computes the share of the forward program's FLOPs that use the run's recipe."""
     recipe = run.precision.recipe
     if recipe is None:
         return 0.0
@@ -117,11 +125,12 @@ def share(run: RunConfig, spec: ModelSpec, sample: Sample) -> float:
 
 
 def unit_faults(run: RunConfig, platform: str, device_kind: str) -> Iterator[str]:
-    """Yields why a device multiplies the numbers of the run's recipe no faster.
+    """Yields a fault if a device has no fast units for the run's recipe.
 
     Args:
-      platform: as `jax.Device.platform`.
-      device_kind: as `jax.Device.device_kind`.
+      run: the run's config.
+      platform: the value of `jax.Device.platform`.
+      device_kind: the value of `jax.Device.device_kind`.
     """
     recipe = run.precision.recipe
     if recipe is None:
@@ -134,26 +143,29 @@ def unit_faults(run: RunConfig, platform: str, device_kind: str) -> Iterator[str
 def faults(
     run: RunConfig, spec: ModelSpec, device: jax.Device, sample: Sample
 ) -> Iterator[str]:
-    """Yields why the run's recipe gains nothing on a device, or for a model."""
+    """Yields a fault if the run's recipe gains nothing on a device or for a model."""
     recipe = run.precision.recipe
     if recipe is None:
         return
     slower = list(unit_faults(run, device.platform, device.device_kind))
     if slower:
         yield from slower
-    elif not share(run, spec, sample):
-        whys = "; ".join(sorted(set(table(recipe, spec).values()) - {""}))
-        model = spec.model_class.__name__
-        yield (
-            f"precision.matmul={recipe.name}: no product of {model} is in {recipe.units.numbers} ({whys or 'it multiplies otherwise'}); "
-            f"those with large kernels are, by jaxdist.ops.matmul.project; set precision.matmul=compute"
-            f"{_small_kernels_fix(recipe, spec)}"
-        )
+        return
+    if share(run, spec, sample):
+        return
+    reasons = sorted(set(table(recipe, spec).values()) - {""})
+    why = "; ".join(reasons) or "it multiplies otherwise"
+    yield (
+        f"precision.matmul={recipe.name}: no product of {spec.model_class.__name__} is in {recipe.units.numbers} ({why}); "
+        f"those with large kernels are, by jaxdist.ops.matmul.project; set precision.matmul=compute"
+        f"{_small_kernels_fix(recipe, spec)}"
+    )
 
 
 def _small_kernels_fix(recipe: Recipe, spec: ModelSpec) -> str:
-    """Names the key that has kernels multiplied by the recipe that are too small to
-    gain; "" if none is for that reason alone.
+    """Names the key that applies the recipe to small kernels, too.
+
+    The result is "" if the key would change nothing.
     """
     all_sizes = dataclasses.replace(recipe, takes_small=True)
     if all(table(all_sizes, spec).values()):

@@ -1,4 +1,4 @@
-"""Profiles the steps that `profile.*` names."""
+"""The profile of the steps that `profile.*` chooses."""
 
 from types import TracebackType
 
@@ -7,7 +7,10 @@ from jaxdist.trainer.callbacks import Callback, Run, StepView
 
 
 class Profile(Callback):
-    """Traces a few steps on the first process; waits for devices at both ends."""
+    """A callback that traces a few steps on the first process.
+
+    It waits for the devices before and after these steps.
+    """
 
     may_request = False
     lead_only = True
@@ -17,12 +20,12 @@ class Profile(Callback):
         self._window: ProfileWindow | None = None
 
     def on_start(self, run: Run) -> None:
-        """Takes which steps to trace."""
+        """Reads the steps to trace from the config."""
         config = run.config.profile
         self._window = ProfileWindow(run.folder, config.start_step, config.num_steps)
 
     def on_step(self, view: StepView) -> None:
-        """Begins or ends the trace, if this is its first or last step."""
+        """Starts or ends the trace, if this is its first or last step."""
         if self._window is not None:
             self._window.step(view.step, view.metrics)
 
@@ -32,6 +35,6 @@ class Profile(Callback):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends a trace under way."""
+        """Ends a trace in progress."""
         if self._window is not None:
             self._window.close()

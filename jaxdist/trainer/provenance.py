@@ -1,6 +1,4 @@
-"""What run.json says of where a run comes from: source, command, environment, versions,
-machines.
-"""
+"""The origin of a run for run.json: source, command, environment, versions, machines."""
 
 import contextlib
 import os
@@ -40,22 +38,27 @@ _PACKAGES = (
     "qwix",
     "gcsfs",
 )
-_GIT_S = 5.0  # that git may take; on a slow disk a run begins without a commit
+_GIT_S = 5.0  # seconds that git may take; on a slow disk a run records no commit
 _PACKAGE = Path(jaxdist.__file__).parent
 
 
 def describe(
     model: type, devices: np.ndarray, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Returns the fields of run.json that repeat the run; all processes of a group call
-    it.
+    """Makes the fields of run.json from which the run can be repeated.
+
+    Every process must call it.
 
     Args:
-      model: the model's class, whose source counts.
-      devices: of the mesh.
+      model: the model's class, whose source is hashed.
+      devices: the devices of the mesh.
+      environ: the environment of the process.
+
+    Returns:
+      The fields on the first process, {} on others.
     """
     hosts = coordination.gather(socket.gethostname())
-    if not hosts:  # only the first process writes it
+    if not hosts:
         return {}
     return {
         **_topology(devices),
@@ -73,20 +76,14 @@ def describe(
 
 
 def source_hash(model: type) -> str:
-    """Returns a hash of the source of this package and of a model's class."""
-    return digest(
-        *(
-            x
-            for name, x in sorted(consistency.code(model).items())
-            if name.startswith("source")
-        )
-    )[:16]
+    """Hashes the source of this package and of a model's class."""
+    code = sorted(consistency.code(model).items())
+    sources = [value for name, value in code if name.startswith("source")]
+    return digest(*sources)[:16]
 
 
 def _topology(devices: np.ndarray) -> dict[str, Any]:
-    """Describes how the chips of TPU devices are joined: `plan` compiles for such
-    slices.
-    """
+    """Describes the slices of TPU devices, for which `plan` compiles."""
     chip = chips.chip_for(devices.flat[0].device_kind)
     if chip is None or not chip.torus_dims:
         return {}
@@ -95,21 +92,18 @@ def _topology(devices: np.ndarray) -> dict[str, Any]:
 
 
 def count_chips(devices: np.ndarray, *, machines: int) -> int:
-    """Counts what has a price: chips; where devices are CPUs, which may be emulated,
-    machines.
+    """Counts the chips that cost money.
+
+    If the devices are CPUs, which may be emulated, the machines count.
     """
     device = devices.flat[0]
-    return (
-        machines
-        if device.platform == "cpu"
-        else chips.count_chips(device.device_kind, devices.size)
-    )
+    if device.platform == "cpu":
+        return machines
+    return chips.count_chips(device.device_kind, devices.size)
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, jaxdist and the packages under it that are
-    installed.
-    """
+    """Reads the versions of Python, jaxdist and its installed dependencies."""
     known = {"jaxdist": jaxdist.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -118,49 +112,51 @@ def versions() -> dict[str, str]:
 
 
 def commit(folder: Path) -> dict[str, Any]:
-    """Returns `commit`, and whether tracked files differ from it (`dirty`), of the
-    clone that holds a folder.
+    """Reads the commit of the git clone that a package belongs to.
 
-    {} where the folder is in no clone's index, as in an environment inside of
-    somebody's repository.
+    Returns:
+      `commit`, and whether tracked files differ from it (`dirty`). {} if git does not
+      track the package: an environment may be inside of another project's repository.
     """
-    # A repository may name a program for git to run here (fsmonitor): none is.
+    # A repository can make git run a program (fsmonitor). This one must not.
     git = ["git", "-C", str(folder), "-c", "core.fsmonitor=false"]
     environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
 
-    def ask(*words: str) -> str:
-        options: dict[str, Any] = {
-            "env": environ,
-            "timeout": _GIT_S,
-            "stderr": subprocess.DEVNULL,
-        }
-        return subprocess.check_output(
-            [*git, *words], text=True, stdin=subprocess.DEVNULL, **options
-        ).strip()
+    def run_git(*words: str) -> str:
+        output: str = subprocess.check_output(
+            [*git, *words],
+            text=True,
+            env=environ,
+            timeout=_GIT_S,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        return output.strip()
 
     try:
-        ask("ls-files", "--error-unmatch", "__init__.py")
-        name = ask("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        run_git("ls-files", "--error-unmatch", "__init__.py")
+        name = run_git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return {}
     return {"commit": name.removesuffix("-dirty"), "dirty": name.endswith("-dirty")}
 
 
 def _argv() -> list[str]:
-    """Returns the command of this process, no secrets; [] in a notebook or shell, which
-    none repeats.
+    """Reads the command of this process, without secrets.
+
+    Returns:
+      The words; [] for a notebook, a shell, or a program from standard input, which no
+      command repeats.
     """
-    if (
-        hasattr(sys, "ps1")
-        or "ipykernel" in sys.modules
-        or sys.argv[:1] in ([""], ["-"])
-    ):
-        return []  # the last two: a program from standard input
+    is_interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    from_standard_input = sys.argv[:1] in ([""], ["-"])
+    if is_interactive or from_standard_input:
+        return []
     return reproduce.without_secrets(sys.orig_argv)
 
 
 def _folder() -> str:
-    """Finds the folder where this process was started; "" if that has been deleted since."""
+    """Reads the folder where this process was started; "" if it was deleted."""
     try:
         return os.getcwd()
     except OSError:
@@ -168,7 +164,6 @@ def _folder() -> str:
 
 
 def _is_train_command() -> bool:
-    return (
-        bool(sys.argv)
-        and Path(sys.argv[0]).resolve() == (_PACKAGE / "train.py").resolve()
-    )
+    if not sys.argv:
+        return False
+    return Path(sys.argv[0]).resolve() == (_PACKAGE / "train.py").resolve()

@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step: run.json, and lines for people."""
+"""The description of a run before its first step: run.json and lines to print."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from jaxdist.trainer.run_config import run_fingerprint
 def describe(
     run: Run, built: TrainStep, dataset: Dataset, schedule: SettledSchedule
 ) -> None:
-    """Writes run.json and prints what the run will do."""
+    """Writes run.json and prints a description of the run."""
     composition = run.composition
     devices = built.mesh.devices
     if opening.is_lead():
@@ -43,12 +43,13 @@ def describe(
     opening.log(
         f"mesh: {composition.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}"
     )
-    for line in (
+    lines = [
         *step_lines.step_lines(composition, built),
         *batching.balancer(composition, dataset).lines(),
         *pipeline_report.lines(composition),
         *schedule.lines(run),
-    ):
+    ]
+    for line in lines:
         opening.log(line)
 
 
@@ -58,9 +59,7 @@ def _description(
     dataset: Dataset,
     schedule: ScheduleSteps,
 ) -> dict[str, Any]:
-    """Describes the run itself for run.json: devices, mesh, fingerprints, sizes,
-    shardings.
-    """
+    """Describes devices, mesh, fingerprints, sizes and shardings for run.json."""
     run = composition.config
     devices = built.mesh.devices
     description = {
@@ -96,8 +95,7 @@ def _description(
             for placed in composition.placements()
         ],
     }
-    # how attention sees sequences that devices share out
-    split = step_lines.context_lines(run, built.rules)
-    if split:
-        description["split_sequences"] = split
+    split_sequences = step_lines.context_lines(run, built.rules)
+    if split_sequences:
+        description["split_sequences"] = split_sequences
     return description

@@ -1,7 +1,7 @@
-"""The command that repeats a run, from its run.json. No jax.
+"""The command that repeats a run, made from its run.json. This module imports no jax.
 
-What it says is text of a run's folder, maybe somebody else's: only known variables are
-in it, all is quoted, and code that is not jaxdist's is named behind a `#`.
+A run.json is untrusted. So the command has only known variables, all words are quoted,
+and code outside of jaxdist is named behind a `#`.
 """
 
 import os
@@ -13,15 +13,15 @@ from typing import Any
 
 from jaxdist.storage import untrusted
 
-# in run.json
+# keys of run.json
 SOURCE = "source"
 COMMAND = "command"
 ENVIRONMENT = "environment"
 HOSTS = "hosts"
-# of TPUs: {"shape": chips along each ICI dim of a slice, "slices": number}
+# for TPUs: {"shape": chips along each ICI dim of a slice, "slices": their number}
 TOPOLOGY = "topology"
 
-_OURS = "jaxdist."  # of these packages, a model or logger needs no word of trust
+_OURS = "jaxdist."  # models of this package are trusted
 _RECORDED = re.compile(
     r"(XLA_FLAGS|LIBTPU_INIT_ARGS|NPROC|(JAX|JAXDIST|XLA|NCCL|TPU|LIBTPU)_[A-Z0-9_]+)"
 )
@@ -31,9 +31,9 @@ _SECRET_FLAG = re.compile(
     r"(.*[-_.])?(token|secret|password|passwd|passphrase|credentials?|apikey|(api|access|private|secret|auth)[-_]key)",
     re.IGNORECASE,
 )
-_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # and password, in a URL
-# Which process of which start this was, and what jax sets by itself: another start has
-# its own.
+_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user and password in a URL
+# Variables that identify a process of a start, or that jax sets. Another start has
+# other values.
 _OF_A_PROCESS = re.compile(
     "JAXDIST_(COORDINATOR|NUM_PROCESSES|PROCESS_ID|FULL_PROCESSES|AGENT.*)"
     "|TPU_(WORKER|PROCESS|VISIBLE|CHIPS|LIBRARY_PATH|SKIP_MDS|ML_PLATFORM).*"
@@ -41,9 +41,7 @@ _OF_A_PROCESS = re.compile(
 
 
 def recorded(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that change what a run computes or how fast, by name; no
-    secrets.
-    """
+    """Selects the variables that change a run's results or speed, without secrets."""
     names = sorted(
         name
         for name in environ
@@ -53,53 +51,59 @@ def recorded(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Returns a command without the values of flags that are named like secrets, and
-    users in URLs.
+    """Hides the values of flags with names of secrets, and users in URLs.
+
+    Args:
+      words: the words of a command.
     """
     shown = []
-    is_value = False
+    follows_secret = False  # whether the previous word is such a flag without a value
     for word in words:
         name, equals, _ = word.partition("=")
         is_secret = bool(_SECRET_FLAG.fullmatch(name.lstrip("-")))
-        if is_value and not word.startswith("-"):
-            word = _HIDDEN
+        shown_word = word
+        if follows_secret and not word.startswith("-"):
+            shown_word = _HIDDEN
         elif is_secret and equals:
-            word = f"{name}={_HIDDEN}"
-        is_value = is_secret and not equals and name.startswith("-")
-        shown.append(_USER.sub(_HIDDEN, word))
+            shown_word = f"{name}={_HIDDEN}"
+        shown.append(_USER.sub(_HIDDEN, shown_word))
+        follows_secret = is_secret and not equals and name.startswith("-")
     return shown
 
 
 def repeat(
     folder: Path, info: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Returns the command that repeats a run into another workdir, and of which source;
-    None if not known.
+    """Makes the command that repeats a run in another workdir.
 
     Args:
-      info: run.json.
-      config: flat.
+      folder: the workdir.
+      info: the document of run.json.
+      config: the document of config.json, flat.
+
+    Returns:
+      The command, and the source that it needs: `commit`, `dirty` and `source`. None if
+      run.json has no command.
     """
     stored = _fields(info, COMMAND)
     source = _fields(info, SOURCE)
     words = stored.get("argv")
     if not words or words != _texts(words):
         return None
-    there = _elsewhere(stored.get("folder"))
+    change_folder = _change_folder(stored.get("folder"))
     notes = []
     if stored.get("trains"):
-        words = _train(folder.absolute() if there else folder, config)
+        words = _train(folder.absolute() if change_folder else folder, config)
         notes.append(_trust(config))
     processes = info.get("num_processes")
     if type(processes) is int and processes > 1:
         machines = max(1, len(set(_texts(info.get(HOSTS)))))
-        each = str(max(1, processes // machines))
-        words = ["jaxdist", "launch", "--processes", each, "--", *words]
+        per_machine = str(max(1, processes // machines))
+        words = ["jaxdist", "launch", "--processes", per_machine, "--", *words]
         if machines > 1:
             notes.insert(0, f"on each of {machines} machines, under a scheduler")
-    command = " ".join(
-        [*there, *_assignments(_fields(info, ENVIRONMENT)), shlex.join(words)]
-    )
+    variables = _assignments(_fields(info, ENVIRONMENT))
+    command = " ".join([*change_folder, *variables, shlex.join(words)])
     note = "; ".join(filter(None, notes))
     if note:
         command += f"  # {note}"
@@ -117,22 +121,24 @@ def _fields(info: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _texts(value: object) -> list[str]:
-    """Lists the texts in a list; [] if it is none."""
+    """Selects the texts in a list; [] if the value is no list."""
     if not isinstance(value, list | tuple):
         return []
     return [item for item in value if isinstance(item, str)]
 
 
 def _hex(value: object, pattern: str) -> str | None:
-    """Returns a hexadecimal text; None if it is none."""
+    """Returns a value that is a hexadecimal text of some pattern, else None."""
     if isinstance(value, str) and re.fullmatch(pattern, value):
         return value
     return None
 
 
-def _elsewhere(started: object) -> list[str]:
-    """Returns the words that go to the folder where a run was started, to which paths
-    relate; [] if here.
+def _change_folder(started: object) -> list[str]:
+    """Lists the words that change to the folder where a run was started.
+
+    The paths of the command are relative to it. The list is empty if it is the current
+    folder.
     """
     if not isinstance(started, str) or not started or started == os.path.abspath(""):
         return []
@@ -140,20 +146,18 @@ def _elsewhere(started: object) -> list[str]:
 
 
 def _train(folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """Lists the words of the command that trains into another workdir."""
-    place = folder if folder.name not in ("", "..") else folder.resolve()
+    """Lists the words of a command that trains the run in another workdir."""
+    workdir = folder if folder.name not in ("", "..") else folder.resolve()
     words = ["python", "-m", "jaxdist.train", "--config", str(folder / "config.json")]
-    words += ["--workdir", f"{place}-again"]
-    where = config.get("checkpoint.folder")
-    if isinstance(where, str) and where:
-        words.append(f"--config.checkpoint.folder={where.rstrip('/')}-again")
+    words += ["--workdir", f"{workdir}-again"]
+    checkpoints = config.get("checkpoint.folder")
+    if isinstance(checkpoints, str) and checkpoints:
+        words.append(f"--config.checkpoint.folder={checkpoints.rstrip('/')}-again")
     return words
 
 
 def _trust(config: Mapping[str, Any]) -> str:
-    """Formats what has to be named on the command line, since it is code of
-    somebody's.
-    """
+    """Formats the flags that the user must add to trust code outside of jaxdist."""
     flags = []
     target = config.get("model.target")
     if isinstance(target, str) and not target.startswith(_OURS):
@@ -164,20 +168,24 @@ def _trust(config: Mapping[str, Any]) -> str:
     return f"if you trust this code, add {shlex.join(flags)}" if flags else ""
 
 
-def _assignments(known: Mapping[str, Any]) -> list[str]:
-    """Returns NAME=value of the variables that another start needs, too."""
+def _assignments(environment: Mapping[str, Any]) -> list[str]:
+    """Formats the variables that another start needs, as NAME=value.
+
+    Args:
+      environment: the variables in run.json.
+    """
     variables = recorded(
-        {name: value for name, value in known.items() if isinstance(value, str)}
+        {name: value for name, value in environment.items() if isinstance(value, str)}
     )
     return [
-        f"{name}={shlex.quote(x)}"
-        for name, x in variables.items()
+        f"{name}={shlex.quote(value)}"
+        for name, value in variables.items()
         if not _OF_A_PROCESS.fullmatch(name)
     ]
 
 
 def as_lines(repeat: Mapping[str, Any] | None) -> list[str]:
-    """Returns the command, and what it needs, for people."""
+    """Formats the result of `repeat`: the command, and the source that it needs."""
     if repeat is None:
         return []
     facts = []

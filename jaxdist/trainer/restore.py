@@ -1,5 +1,6 @@
-"""What a run goes on from: its schedule; a checkpoint, at its start the newest, after a
-fault an older one.
+"""The schedule and the checkpoint that a run resumes from.
+
+A start resumes from the newest checkpoint. A rollback resumes from an older one.
 """
 
 import contextlib
@@ -29,14 +30,14 @@ from jaxdist.trainer.health import SKIPPED_FILE, Diverged
 
 
 class SettledSchedule(NamedTuple):
-    """The schedule that a run trains with from now on."""
+    """The learning-rate schedule of a run, and the checkpoint that it starts from."""
 
     steps: ScheduleSteps
-    back_to: int | None  # the checkpoint to go on from; None: the newest
-    newest: int  # step of the newest checkpoint, 0 without one
+    back_to: int | None  # step of the checkpoint to resume from; None = the newest
+    newest: int  # step of the newest checkpoint; 0 = there is none
 
     def lines(self, run: Run) -> list[str]:
-        """Lists what to print at the start."""
+        """Formats the schedule for the start of a run."""
         config = run.config
         if config.optimizer.name == "given":
             return []
@@ -47,15 +48,18 @@ class SettledSchedule(NamedTuple):
             global_size=config.batch.global_size,
         )
         if self.back_to is not None:
-            again = f"steps {self.back_to + 1}-{self.newest} are done again, and their rows replaced"
             lines.append(
-                f"back to the checkpoint {self.back_to}, where the decay began: {again}"
+                f"back to the checkpoint {self.back_to}, where the decay began: "
+                f"steps {self.back_to + 1}-{self.newest} are done again, and their rows "
+                f"replaced"
             )
         return lines
 
     def milestones(self, run: Run) -> frozenset[int]:
-        """Finds the steps to save and keep: where wsd's decay begins, which a longer
-        run goes on from.
+        """Finds the steps whose checkpoints are always saved and kept.
+
+        With the schedule wsd, this is the step at which the decay begins. A longer run
+        resumes there.
         """
         saves = run.config.checkpoint
         by_rule = saves.interval == "auto" or saves.every_steps or saves.every_minutes
@@ -70,21 +74,23 @@ class SettledSchedule(NamedTuple):
 
 
 def settle_schedule(run: Run) -> SettledSchedule:
-    """Decides the schedule of a run: as its checkpoints say, extended where
-    `train.steps` was raised.
+    """Settles the schedule of a run: that of its checkpoints, or an extended one.
 
-    Every process makes the call, the first decides.
+    The schedule is extended if `train.steps` was raised. Every process makes the call,
+    and the first process decides.
 
     Raises:
-      ConfigError: what is stored of the schedule cannot be read.
+      ConfigError: the stored schedule is damaged.
     """
-    settled: Any = None
+    document: Any = None
     with coordination.raise_on_all():
         if jax.process_index() == 0:
-            steps, *rest = _settle(run)
-            settled = [steps.to_json(), *rest]
-    value, back_to, newest = coordination.broadcast(settled)
-    return SettledSchedule(ScheduleSteps.from_json(value), back_to, newest)
+            settled = _settle(run)
+            document = [settled.steps.to_json(), settled.back_to, settled.newest]
+    steps, back_to, newest = coordination.broadcast(document)
+    return SettledSchedule(
+        ScheduleSteps.from_json(steps), back_to=back_to, newest=newest
+    )
 
 
 def _settle(run: Run) -> SettledSchedule:
@@ -93,7 +99,7 @@ def _settle(run: Run) -> SettledSchedule:
     metadata = manifest.newest_metadata(store.folder, store.run)
     if "progress" not in metadata:
         steps = schedules.settle(config.optimizer, config.train.steps)
-        return SettledSchedule(steps, None, 0)
+        return SettledSchedule(steps, back_to=None, newest=0)
     done: int = metadata["progress"]["step"]
     stored = run_metadata.schedule_of(metadata)
 
@@ -110,21 +116,21 @@ def _settle(run: Run) -> SettledSchedule:
                 return part.start
         return None
 
-    # run.json may know of an extension from which nothing has been saved yet.
-    noted = _noted_steps(run.folder)
-    if noted is not None and noted.end == config.train.steps:
-        known = noted.extensions[: len(stored.extensions)]
-        start = back_to(noted)
-        if replace(noted, extensions=known) == stored:
-            if start is None or saved(start):
-                return SettledSchedule(noted, start, done)
+    # run.json may have an extension that no checkpoint has yet.
+    recorded = _recorded_steps(run.folder)
+    if recorded is not None and recorded.end == config.train.steps:
+        known = recorded.extensions[: len(stored.extensions)]
+        extends_stored = replace(recorded, extensions=known) == stored
+        start = back_to(recorded)
+        if extends_stored and (start is None or saved(start)):
+            return SettledSchedule(recorded, back_to=start, newest=done)
     steps = schedules.extend(
         config.optimizer, stored, done=done, train_steps=config.train.steps, saved=saved
     )
-    return SettledSchedule(steps, back_to(steps), done)
+    return SettledSchedule(steps, back_to=back_to(steps), newest=done)
 
 
-def _noted_steps(folder: Path) -> ScheduleSteps | None:
+def _recorded_steps(folder: Path) -> ScheduleSteps | None:
     """Reads the schedule in run.json; None if there is none."""
     with contextlib.suppress(OSError, untrusted.Malformed):
         document = untrusted.read_json(folder / run_format.RUN, dict)
@@ -158,14 +164,14 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
     """Restores the checkpoint that a run resumes from. Every process makes the call.
 
     Args:
-      run: with its step built and its checkpoints open.
-      dataset: the run's, without anything left out.
-      back_to: a step to resume from; what was saved after it goes to quarantine. None:
-        the newest.
+      run: the run, with its step built and its checkpoints open.
+      dataset: the run's data, without skipped batches.
+      back_to: the step to resume from; later checkpoints are quarantined. None: the
+        newest.
 
     Raises:
-      CheckpointError: none can be used; the run's events say why of each.
-      ConfigError: its model, optimizer, config or data are others.
+      CheckpointError: no checkpoint can be used. An event has the reason for each.
+      ConfigError: the run's model, optimizer, config or data have changed.
     """
     store = run.store
     try:
@@ -194,10 +200,12 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
 
 
 def trained(abstract: Any) -> Wanted:
-    """Makes what a store's `restore` asks of a step: `abstract`, if the step is one of
-    a run in training.
+    """Makes the argument of a store's `restore` that accepts steps of a run in training.
 
-    A step that is not counts as damaged: an older one is tried.
+    Any other step counts as damaged, and `restore` tries an older one.
+
+    Args:
+      abstract: the arrays to read.
     """
 
     def wanted(info: StepInfo) -> Any:
@@ -213,32 +221,33 @@ def trained(abstract: Any) -> Wanted:
 
 
 def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]]:
-    """Reads the windows of batches that the run of a workdir leaves out.
+    """Reads the windows of batches that the run of a workdir skips.
 
-    The workdir's file knows all, also those found after the checkpoint; a checkpoint
-    that was taken elsewhere has its own list.
+    The file of the workdir also has windows that were added after the checkpoint. If
+    there is no file, the checkpoint was moved here, and its own list counts.
 
     Raises:
-      ConfigError: the file is damaged, or another version's.
+      ConfigError: the file is damaged, or another version of jaxdist wrote it.
     """
     file = folder / SKIPPED_FILE
     try:
         document = run_format.unmarked(untrusted.read_json(file, dict), file)
         return run_metadata.check_windows(document.get("windows"))
     except FileNotFoundError:
-        return metadata.get(run_metadata.SKIPPED, [])
+        windows: list[list[int]] = metadata.get(run_metadata.SKIPPED, [])
+        return windows
     except untrusted.Malformed as error:
         raise ConfigError(f"{file} is damaged ({error}); put it back") from error
 
 
-# --- going back -----------------------------------------------------------------------
+# --- rollback -------------------------------------------------------------------------
 
 
 def roll_back(run: Run, fault: Diverged) -> Restored | None:
     """Restores the newest good checkpoint before a fault. Every process makes the call.
 
-    Newer checkpoints go to quarantine. From then on the run's dataset leaves out what
-    came since.
+    Newer checkpoints are quarantined. The run's dataset then skips the batches that came
+    after the restored one.
 
     Returns:
       The checkpoint; None if none can be used.
@@ -258,7 +267,7 @@ def roll_back(run: Run, fault: Diverged) -> Restored | None:
             restored = store.restore(trained(run.built.views.abstract), before)
     run.dataset = dataset.without(before + 1, fault.last if fault.skip else before)
     if jax.process_index() == 0:
-        # In this order: should we die in between, the next start does the same again.
+        # The order matters: if the process dies in between, the next start repeats both.
         _set_aside(store, before, f"rolled back to step {before}: {fault}")
         windows = {"windows": run.dataset.windows}
         workdir.write_json(run.folder / SKIPPED_FILE, windows)
@@ -266,7 +275,7 @@ def roll_back(run: Run, fault: Diverged) -> Restored | None:
 
 
 def _set_aside(store: CheckpointManager, after: int, reason: str) -> None:
-    """Moves the steps after one to quarantine: another way leads on from it."""
+    """Quarantines the steps after a step, because the run repeats them."""
     if jax.process_index() == 0:
         for step in reversed(files.all_steps(store.folder)):
             if step > after:

@@ -1,4 +1,4 @@
-"""RunConfig: the config of a run, composed of the configs of its components."""
+"""The config of a run, composed of the configs of its components."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -44,23 +44,24 @@ Build = Callable[[nnx.Rngs], nnx.Module]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long to train and how often to look."""
+    """The length of training, and the intervals of logging and evaluation."""
 
-    # on resume, more steps extend the schedule: see `optim.schedules.extend`
+    # More steps on resume extend the learning-rate schedule (`optim.schedules.extend`).
     steps: Annotated[PositiveInt, Resume("harmless")] = 1000  # optimizer updates
-    # minutes of training after which the run stops; 0 = no end
+    # minutes of training after which the run stops; 0 = no limit
     max_minutes: Annotated[NonNegativeFloat, Resume("harmless")] = 0.0
     # steps between rows of metrics.jsonl
     log_every: Annotated[PositiveInt, Resume("harmless")] = 10
-    # steps between evaluations; 0 = never, > 0 also at the end
+    # steps between evaluations, with one more at the end; 0 = no evaluation
     eval_every: Annotated[NonNegativeInt, Resume("harmless")] = 0
-    # evaluations no better than the best, by checkpoint.keep_best or eval_loss, that
-    # end the run; 0 = any
+    # evaluations without a better checkpoint.keep_best (default eval_loss) after which
+    # the run stops; 0 = no limit
     patience: Annotated[
         NonNegativeInt, Resume("harmless"), Needs("jaxdist.trainer.best.KeepBest")
     ] = 0
-    ema_decay: Share = 0.0  # moving average of the parameters, e.g. 0.999; 0 = none
-    # tensorboard, wandb, trackio, another package's, package.module:Class
+    # decay of the moving average of the parameters, e.g. 0.999; 0 = no average
+    ema_decay: Share = 0.0
+    # tensorboard, wandb, trackio, a logger of another package, or package.module:Class
     loggers: Annotated[
         tuple[str, ...], Resume("harmless"), Needs("jaxdist.trainer.loggers.Loggers")
     ] = ()
@@ -68,7 +69,7 @@ class TrainConfig:
     sample_tokens: Annotated[
         NonNegativeInt, Resume("harmless"), Needs("jaxdist.inference.sample.Sample")
     ] = 0
-    # what the sample goes on from
+    # text that the sample continues
     sample_prompt: Annotated[str, Resume("harmless")] = "\n"
 
 
@@ -78,7 +79,7 @@ class BatchConfig:
 
     global_size: PositiveInt = 16  # sequences per step
     sequence_length: PositiveInt = 128  # tokens per sequence
-    # sequential parts of a step, divides global_size
+    # parts of a batch that a step computes one after another; divides global_size
     accumulation: Annotated[PositiveInt, Resume("harmless"), Searched()] = 1
 
 
@@ -86,15 +87,16 @@ class BatchConfig:
 class InitConfig:
     """The weights that a run starts from."""
 
-    # folder with config.json and safetensors: its model and weights; "" = random
+    # folder with config.json and safetensors, for the model and its weights; "" = random
     from_huggingface: Annotated[str, NamesWeights()] = ""
-    # FOLDER[@STEP], a workdir or checkpoints of another run: its model and weights
+    # FOLDER[@STEP], a workdir or checkpoints, for the model and its weights; "" = random
     from_run: Annotated[str, NamesWeights()] = ""
-    # with from_run: also its optimizer's state; step, schedule and data begin at 0
+    # whether from_run also gives the optimizer's state; step, schedule and data begin
+    # at 0
     optimizer: bool = False
 
     def faults(self) -> Iterator[str]:
-        """Yields the faults between the values."""
+        """Yields combinations of values that are invalid."""
         if self.from_run and self.from_huggingface:
             yield (
                 f"init.from_run={self.from_run} and init.from_huggingface={self.from_huggingface}: a run "
@@ -106,9 +108,9 @@ class InitConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A run, resolved. `model` holds the options of `model.target`'s class."""
+    """The config of a run. `model` holds the options of the class `model.target`."""
 
-    seed: Seed = 0  # of everything random: init, data order, dropout
+    seed: Seed = 0  # seed of everything random: initial values, data order, dropout
     train: TrainConfig = TrainConfig()
     batch: BatchConfig = BatchConfig()
     mesh: Annotated[MeshConfig, Resume("harmless")] = MeshConfig()
@@ -136,19 +138,22 @@ class RunConfig:
 
     @property
     def model_class(self) -> type:
+        """Returns the class that `model.target` names."""
         return registry.find_model(self.model["target"])
 
     @property
     def model_options(self) -> dict[str, Any]:
+        """Returns the options of the model, without `target`."""
         return {name: value for name, value in self.model.items() if name != "target"}
 
     @property
     def model_config(self) -> Any:
-        """The options as the model's Config, with its hooks; None if it has none."""
+        """Returns the options as the model's Config; None if the model has none."""
         return registry.model_config(self.model_class, self.model_options)
 
     @property
     def vocab_size(self) -> int | None:
+        """Returns the vocabulary's size; None if the model has no such option."""
         return self.model.get("vocab_size")
 
 
@@ -156,7 +161,7 @@ class RunConfig:
 
 
 def keys_that_may_change(run: RunConfig) -> set[str]:
-    """Lists the keys that a run may resume with other values of."""
+    """Lists the keys whose values may change when a run resumes."""
     fields = full_schema(run.model.get("target", registry.DEFAULT_TARGET))
     return {path for path, field in fields.items() if field.may_change_on_resume}
 
@@ -164,7 +169,7 @@ def keys_that_may_change(run: RunConfig) -> set[str]:
 def run_fingerprint(run: RunConfig) -> str:
     """Hashes the values that determine a run's losses.
 
-    Values that may change on resume are left out, such as the number of steps.
+    The hash skips values that may change on resume, such as the number of steps.
     """
     values = schema.flatten(schema.to_config_dict(run))
     for path in keys_that_may_change(run):
@@ -176,7 +181,11 @@ def run_fingerprint(run: RunConfig) -> str:
 
 
 def default_config(target: str = registry.DEFAULT_TARGET) -> ConfigDict:
-    """Makes the default config of a run with the target's model, for config files."""
+    """Makes the default config of a run that trains a model, for config files.
+
+    Args:
+      target: the model's class, package.module:Class.
+    """
     config = schema.to_config_dict(RunConfig())
     with config.unlocked():
         config.model = model_defaults(target)
@@ -184,9 +193,9 @@ def default_config(target: str = registry.DEFAULT_TARGET) -> ConfigDict:
 
 
 def model_defaults(target: str) -> dict[str, Any]:
-    """Makes the group `model` of the target's defaults.
+    """Makes the config group `model` from the defaults of the target's options.
 
-    Options without a default are left out: a run must set them.
+    It skips options without a default, which a run must set.
     """
     values: dict[str, Any] = {}
     options = registry.options_class(registry.find_model(target))
@@ -197,7 +206,7 @@ def model_defaults(target: str) -> dict[str, Any]:
 
 
 def full_schema(target: str) -> schema.Schema:
-    """Lists every key of a run of the target's model, in order."""
+    """Lists every key of a run that trains the target's model."""
     target_key = schema.Field(
         path="model.target",
         type=str,
@@ -212,11 +221,11 @@ def full_schema(target: str) -> schema.Schema:
     }
 
 
-def from_config(config: ConfigDict | Mapping) -> RunConfig:
-    """Makes the RunConfig of a config.
+def from_config(config: ConfigDict | Mapping[str, Any]) -> RunConfig:
+    """Converts a nested config to a RunConfig.
 
     Raises:
-      ConfigError: unknown keys and wrong types, all at once.
+      ConfigError: keys are unknown or values have the wrong type. It lists all of them.
     """
     flat = schema.flatten(config)
     target = str(flat.get("model.target", registry.DEFAULT_TARGET))

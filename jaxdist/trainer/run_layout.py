@@ -1,4 +1,4 @@
-"""The layout that a run really has, from run.json; no jax."""
+"""The layout of a run's last start, read from run.json. This module imports no jax."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,22 +7,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh, ZeRO stage and accumulation of a run's last start.
+    """The mesh, ZeRO stage and accumulation of a run's last start.
 
-    A config may leave them open, and an elastic restart may have changed them.
+    They may differ from the config: sizes may be open, and an elastic restart may have
+    changed them.
     """
 
-    mesh: Mapping[str, int]  # {} if it is not known
+    mesh: Mapping[str, int]  # sizes of the mesh axes; {} = unknown
     zero: object
     accumulation: object
 
 
 def layout_of_run(config: Mapping[str, Any], info: Mapping[str, Any]) -> Layout:
-    """Reads the layout of a run's last start from the files of its folder.
+    """Reads the layout of a run's last start.
 
     Args:
-      config: config.json, flat.
-      info: run.json.
+      config: the document of config.json, flat.
+      info: the document of run.json.
     """
     sizes: Mapping[str, int] = {}
     mesh = info.get("mesh")

@@ -1,4 +1,4 @@
-"""The loop of a run with what it needs: display, log of steps, saver."""
+"""The start and the end of the training loop, with its display, log and saver."""
 
 import jax
 
@@ -17,7 +17,7 @@ from jaxdist.trainer.step_log import StepLog
 
 
 def build_display(run: Run) -> Display:
-    """Makes what shows the run on the first process; it takes the run's notes."""
+    """Makes the display of a run on the first process, which then shows its notes."""
     train = run.config.train
     left_s = None
     if train.max_minutes:
@@ -41,14 +41,16 @@ def train_to_end(
     schedule: SettledSchedule,
     start: Start,
 ) -> RunEnd:
-    """Trains from a start to the end; an error that ends the run is an event `stop`.
+    """Trains from the first state to the end.
+
+    An error that ends the run is also written as the event `stop`.
 
     Args:
-      run: with its step built and its checkpoints and files open.
-      callbacks: of the run, started.
-      signals: that stop it.
-      display: shows the run.
-      schedule: of the learning rate.
+      run: the run, with its step built and its checkpoints and files open.
+      callbacks: the run's callbacks, already started.
+      signals: the signals that stop the run.
+      display: the display of the run.
+      schedule: the schedule of the learning rate.
       start: the first state.
 
     Raises:
@@ -61,7 +63,8 @@ def train_to_end(
     log = StepLog(run, callbacks, display, throughput)
     run.store.milestones = schedule.milestones(run)
     saver = Saver(run, callbacks, schedule.steps)
-    # They may delete in a store what has expired: by now is known what is kept.
+    # Callbacks may delete expired steps in a store. So this follows the choice of
+    # milestones, which are kept.
     callbacks.load(start.callbacks)
     trainer = Trainer(
         run=run,
@@ -93,7 +96,7 @@ def train_to_end(
 def _report_start(
     run: Run, callbacks: CallbackList, saver: Saver, schedule: SettledSchedule
 ) -> None:
-    """Writes the events of a start; loggers begin with them."""
+    """Writes the events of a start, which are the first that loggers receive."""
     step = run.progress.step
     devices = jax.device_count()
     callbacks.phase("data", step + 1)
@@ -111,7 +114,7 @@ def _report_start(
 
 
 def _report_stop(run: Run, error: Exception) -> None:
-    """Writes the event of a run that an error ends."""
+    """Writes the event `stop` of a run that an error ends."""
     if isinstance(error, SourceError):
         cause = "data"
     else:

@@ -1,6 +1,6 @@
-"""What a checkpoint keeps of a run beside its arrays, and how it is read back.
+"""The metadata of a run in its checkpoints, and functions that read it.
 
-`saver.checkpoint_metadata` writes it.
+`saver.checkpoint_metadata` writes the metadata.
 """
 
 import math
@@ -12,34 +12,35 @@ from jaxdist.config import ConfigError
 from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.storage.untrusted import Malformed, of_kind
 
+# keys of the metadata
 CONFIG = "config"  # the run's whole config
-SCHEDULE = "schedule"  # steps of the learning rate's schedule; also in run.json
-SKIPPED = "skipped_data"  # windows of batches that were left out by then
-CALLBACKS = "callbacks"  # what is kept of each callback, by name
-READER = "data_state"  # the state of a caller's iterator
+SCHEDULE = "schedule"  # steps of the learning-rate schedule; also a key of run.json
+SKIPPED = "skipped_data"  # windows of batches that the run has skipped
+CALLBACKS = "callbacks"  # states of callbacks by name
+READER = "data_state"  # state of a caller's iterator
 
 _MAX_BATCHES = 2**62
 
 
 @dataclass
 class Progress:
-    """How far a run has come."""
+    """The progress of a run."""
 
-    step: int = 0  # updates finished
+    step: int = 0  # number of updates
     tokens_seen: int = 0  # targets with weight > 0
-    elapsed_s: float = 0.0  # training time, over all restarts
+    elapsed_s: float = 0.0  # training time in seconds, over all restarts
 
     def go_to(self, other: "Progress") -> None:
-        """Takes the step and tokens of an earlier checkpoint; time goes on."""
+        """Goes back to the step and tokens of a checkpoint. The time stays."""
         self.step = other.step
         self.tokens_seen = other.tokens_seen
 
 
 def progress_of(metadata: Mapping[str, Any]) -> Progress:
-    """Reads how far the run of a checkpoint had come.
+    """Reads the progress of a checkpoint's run.
 
     Raises:
-      Malformed: the metadata is not that of a run in training.
+      Malformed: the metadata has no valid progress.
     """
     stored = of_kind(metadata.get("progress"), dict, "progress")
     kinds = {item.name: {int, type(item.default)} for item in fields(Progress)}
@@ -50,10 +51,10 @@ def progress_of(metadata: Mapping[str, Any]) -> Progress:
 
 
 def schedule_of(metadata: Mapping[str, Any]) -> ScheduleSteps:
-    """Reads the schedule that a checkpoint was trained with.
+    """Reads the learning-rate schedule of a checkpoint's run.
 
     Raises:
-      ConfigError: it cannot be read.
+      ConfigError: the schedule is damaged.
     """
     try:
         return ScheduleSteps.from_json(metadata.get(SCHEDULE))
@@ -64,10 +65,10 @@ def schedule_of(metadata: Mapping[str, Any]) -> ScheduleSteps:
 
 
 def check(metadata: Mapping[str, Any]) -> None:
-    """Checks that a checkpoint is one of a run in training.
+    """Checks that a checkpoint belongs to a run in training.
 
     Raises:
-      Malformed: it is not.
+      Malformed: the metadata lacks a part, or a part is damaged.
     """
     progress_of(metadata)
     data = metadata.get("fingerprints", {}).get("data")
@@ -77,17 +78,21 @@ def check(metadata: Mapping[str, Any]) -> None:
 
 
 def check_windows(windows: object) -> list[list[int]]:
-    """Checks a list of windows, each [first, after the last] batch, and returns it.
+    """Checks a list of windows of batches, each [first, end), and returns it.
 
     Raises:
-      Malformed: it is no such list.
+      Malformed: the value is no such list.
     """
-    for window in of_kind(windows, list, "windows"):
+    checked: list[list[int]] = of_kind(windows, list, "windows")
+    for window in checked:
         if not _is_window(window):
             raise Malformed(f"{window!r:.40} is no [first, end] of batches")
-    return windows  # type: ignore[return-value]
+    return checked
 
 
 def _is_window(value: Any) -> bool:
-    whole = isinstance(value, list) and [type(n) for n in value] == [int, int]
-    return whole and 0 <= value[0] <= value[1] < _MAX_BATCHES
+    if not isinstance(value, list) or [type(n) for n in value] != [int, int]:
+        return False
+    first: int = value[0]
+    end: int = value[1]
+    return 0 <= first <= end < _MAX_BATCHES

@@ -1,5 +1,6 @@
-"""Weights alone, as a workdir: config.json and one checkpoint, for generate, evaluate
-and init.from_run.
+"""The export of weights as a workdir: config.json and one checkpoint.
+
+The commands generate and evaluate read it, and so does init.from_run.
 """
 
 import dataclasses
@@ -18,22 +19,22 @@ from jaxdist.trainer.run_config import RunConfig
 
 
 def save(config: RunConfig, state: State, folder: Path) -> Path:
-    """Writes the weights of a run into a new folder, which it returns; every process
-    makes the call.
+    """Writes the weights of a run into a new folder. Every process makes the call.
 
     Args:
-      state: flat layers; weights, or the average that stands for them; no optimizer's
-        state.
+      config: the run's config.
+      state: the state with flat layers. Its parameters are the weights or their moving
+        average. It has no optimizer state.
+      folder: the folder, which must be empty or missing.
+
+    Returns:
+      The folder.
 
     Raises:
-      ConfigError: something is there, or it cannot be written.
+      ConfigError: the folder is not empty, or cannot be written.
     """
     with coordination.raise_on_all():
-        if (
-            jax.process_index() == 0
-            and folder.exists()
-            and (not folder.is_dir() or any(folder.iterdir()))
-        ):
+        if jax.process_index() == 0 and not _is_free(folder):
             raise ConfigError(
                 f"{folder}: something is there; give a folder that is empty or not there yet"
             )
@@ -42,27 +43,39 @@ def save(config: RunConfig, state: State, folder: Path) -> Path:
     return folder
 
 
+def _is_free(folder: Path) -> bool:
+    """Tests whether a folder is empty or missing."""
+    if not folder.exists():
+        return True
+    return folder.is_dir() and not any(folder.iterdir())
+
+
 def write(
     run: RunConfig,
     state: State,
     folder: Path,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a state without an optimizer's as the one checkpoint of a workdir, and its
-    config.json.
+    """Writes a state as the only checkpoint of a workdir, and config.json.
+
+    Args:
+      run: the run's config.
+      state: the state with flat layers and without optimizer state.
+      folder: the workdir.
+      metadata: metadata of the checkpoint in addition to the config.
 
     Raises:
-      CheckpointError: it could not be saved.
+      CheckpointError: the state could not be saved.
     """
-    place = workdir.checkpoints_folder(folder, run)
-    at_once = dataclasses.replace(run.checkpoint, asynchronous=False)
-    with CheckpointManager(place, at_once) as store:
+    checkpoints = workdir.checkpoints_folder(folder, run)
+    blocking = dataclasses.replace(run.checkpoint, asynchronous=False)
+    with CheckpointManager(checkpoints, blocking) as store:
         store.save(
             int(state.step), state, {**(metadata or {}), **workdir.stored_config(run)}
         )
-        failed = [saved.error for saved in store.poll() if saved.error]
-        if failed:
-            raise failed[0]
+        errors = [save.error for save in store.poll() if save.error]
+        if errors:
+            raise errors[0]
     if jax.process_index() == 0:
         workdir.write_json(
             folder / workdir.CONFIG, schema.to_config_dict(run).to_dict()

@@ -1,4 +1,4 @@
-"""The hook that saves: when a checkpoint is due, and what became of the saves."""
+"""The saver of a run, which starts saves when they are due and reports their results."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +16,8 @@ from jaxdist.trainer.callbacks import CallbackList, Run, StepView
 from jaxdist.trainer.run_config import run_fingerprint
 from jaxdist.trainer.run_metadata import Progress
 
-PREPARED_AFTER = 2  # steps of a start; the first of them is then on its way to the log
+# steps of a start after which the first save is prepared
+PREPARED_AFTER = 2
 
 
 def checkpoint_metadata(
@@ -25,7 +26,7 @@ def checkpoint_metadata(
     callbacks: CallbackList,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Collects what a checkpoint keeps beside its arrays."""
+    """Collects the metadata of a checkpoint, which `run_metadata` reads."""
     assert run.dataset is not None
     metadata = {
         "progress": asdict(progress),
@@ -46,15 +47,15 @@ def checkpoint_metadata(
 
 @dataclass
 class Saver:
-    """Saves in the background, and reports each save as an event once it has ended."""
+    """The saver of a run. It saves in the background and writes an event for each save."""
 
     run: Run
     callbacks: CallbackList
-    schedule: ScheduleSteps  # that the run trains with
-    # of the last save; "" if it has succeeded
+    schedule: ScheduleSteps  # the run's learning-rate schedule
+    # error of the last save; "" = it succeeded
     failure: str = field(default="", init=False)
     _prepared: Future[None] | None = field(default=None, init=False)
-    # by step, of saves under way
+    # seconds that a save in progress has blocked training, by step
     _blocked_s: dict[int, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -62,38 +63,40 @@ class Saver:
         self.views = self.run.built.views
 
     def is_due(self, step: int) -> bool:
-        """Tests whether `checkpoint.*` wants a save after this step."""
+        """Tests whether `checkpoint.*` requires a save after this step."""
         return self.store.should_save(step, time.monotonic())
 
     def __call__(self, view: StepView) -> None:
-        """Starts a save if one is due; at the end of a run, waits for the one
-        before.
-        """
+        """Starts a save if one is due, and reports saves that have ended."""
         required = view.interrupted or view.save_requested
         if self.store.should_save(
             view.step, time.monotonic(), last=view.last, stopped=required
         ):
-            metadata = checkpoint_metadata(
-                self.run, self.schedule, self.callbacks, view.progress
-            )
-            if self._prepared:
-                self._prepared.result()
-            began = time.monotonic()
-            self.store.save(
-                view.step, self.views.flat(view.state), metadata, wait=view.last
-            )
-            if not view.last:  # which waits for the save before
-                self._blocked_s[view.step] = time.monotonic() - began
+            self._save(view)
         self.report(last=view.last)
 
-    def after_step(self, count: int) -> None:
-        """Reports the saves that have ended; prepares the first, in the background,
-        once steps run.
+    def _save(self, view: StepView) -> None:
+        metadata = checkpoint_metadata(
+            self.run, self.schedule, self.callbacks, view.progress
+        )
+        if self._prepared:
+            self._prepared.result()
+        began = time.monotonic()
+        self.store.save(
+            view.step, self.views.flat(view.state), metadata, wait=view.last
+        )
+        # The last save waits for the previous one, so its time would mislead.
+        if not view.last:
+            self._blocked_s[view.step] = time.monotonic() - began
 
-        A start's first step would otherwise wait for what only a save needs.
+    def after_step(self, count: int) -> None:
+        """Reports saves that have ended, and prepares the first save in the background.
+
+        The preparation starts only after some steps, so that the first steps do not
+        wait for it.
 
         Args:
-          count: the steps of this start.
+          count: number of steps since the start.
         """
         if count == PREPARED_AFTER and self.store.config.saves:
             pool = ThreadPoolExecutor(1, thread_name_prefix="prepare")
@@ -109,22 +112,31 @@ class Saver:
         """
         for save in self.store.poll():
             error = save.error and str(save.error)
-            sizes = {"seconds": save.seconds, "bytes": save.bytes}
-            self.run.event("save", save.step, ok=save.ok, error=error, **sizes)
-            if not save.ok:
-                note = "failed" if last else "failed, training goes on"
-                self.run.note(f"checkpoint {save.step} {note}: {error}")
-            self.failure = "" if save.ok else error or "it failed"
-            self._choose_interval(save)
+            self.run.event(
+                "save",
+                save.step,
+                ok=save.ok,
+                error=error,
+                seconds=save.seconds,
+                bytes=save.bytes,
+            )
             if save.ok:
+                self.failure = ""
+                self._choose_interval(save)
                 self.callbacks.save(save.step)
+            else:
+                self.failure = error or "it failed"
+                outcome = "failed" if last else "failed, training goes on"
+                self.run.note(f"checkpoint {save.step} {outcome}: {error}")
+                self._blocked_s.pop(save.step, None)
 
     def _choose_interval(self, save: SaveResult) -> None:
-        """Lets a save that has succeeded say how often to save, where the config leaves
-        that to the run.
+        """Chooses the interval of saves from the time of a successful save.
+
+        This needs checkpoint.interval=auto.
         """
         blocked_s = self._blocked_s.pop(save.step, None)
-        if not save.ok or blocked_s is None or self.store.config.interval == "fixed":
+        if blocked_s is None or self.store.config.interval == "fixed":
             return
         failures, seconds = clock.current().failures()
         between_failures = mean_time_between_failures(
@@ -149,13 +161,14 @@ class Saver:
             self.run.note(f"checkpoint {step} cannot be used: {reason}")
 
     def finish(self, step: int) -> str:
-        """Waits for the save under way; returns what is lost if the last save has
-        failed, else "".
-
-        All processes return the same.
+        """Waits for the save in progress.
 
         Args:
-          step: the last one done.
+          step: the last step of the run.
+
+        Returns:
+          A description of the steps that are lost, equal on all processes; "" if the
+          last save has succeeded.
         """
         ended = self.store.wait()
         self.report(last=True)
@@ -164,6 +177,6 @@ class Saver:
         )
         if not failure:
             return ""
-        # not asked of a disk that may be stuck
+        # The store remembers its newest step: the disk may not answer.
         good = coordination.broadcast(self.store.newest)
         return f"the run resumes at step {good}, steps {good + 1}-{step} are lost: {failure}"

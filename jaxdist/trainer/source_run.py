@@ -1,13 +1,13 @@
-"""The run that `init.from_run` names: where it is, and the config that it implies.
+"""The run that `init.from_run` names, and the config that it implies.
 
-Nothing is written, locked or moved there: it may be training still. Its config is data:
-no code that it names is imported.
+The run may still be training, so nothing is written, locked or moved there. Its config
+is data: no code that it names is imported.
 """
 
 import functools
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,25 +34,23 @@ from jaxdist.trainer.weight_source import ImpliedConfig
 class SourceRun:
     """The run that the weights come from."""
 
-    name: str  # as the config says it
+    name: str  # the value of init.from_run
     checkpoints: Path
-    step: int | None  # None: the newest usable one
-    workdir: Path | None  # None: nothing but checkpoints
+    step: int | None  # None = the newest usable step
+    workdir: Path | None  # None = there are only checkpoints
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The config of its run as a checkpoint has it, unchecked; {} if it has none.
+        """Returns the run's config from a checkpoint, not validated.
 
         Raises:
-          ConfigError: there is no such step, or none at all.
+          ConfigError: the step does not exist, or the run has no checkpoint.
+          CheckpointError: no checkpoint can be used.
         """
         return self.config_of(self._metadata())
 
     def _metadata(self) -> Mapping[str, Any]:
-        """Returns that of the step, or of the newest one that has not changed since it
-        was sealed.
-        """
-        fault = ""
+        """Reads the metadata of the step, or of the newest step that is not damaged."""
         steps = folders.list_steps(self.checkpoints)
         if self.step is not None and self.step not in steps:
             known = ", ".join(map(str, steps)) or "none"
@@ -60,9 +58,13 @@ class SourceRun:
                 f"init.from_run={self.name}: there is no checkpoint of step {self.step} in "
                 f"{self.checkpoints}; steps: {known}"
             )
-        for step in (
-            folders.newest_first(self.checkpoints) if self.step is None else [self.step]
-        ):
+        candidates: Iterable[int]
+        if self.step is None:
+            candidates = folders.newest_first(self.checkpoints)
+        else:
+            candidates = [self.step]
+        fault = ""
+        for step in candidates:
             try:
                 manifest.check(
                     self.checkpoints, step, inside=f"{folders.METADATA_ITEM}/"
@@ -83,76 +85,104 @@ class SourceRun:
 
     @property
     def small_files(self) -> Path | None:
-        """The folder of the files that came with its first weights; None: it has none."""
-        kept = self.workdir / tokenizer_config.HUGGINGFACE if self.workdir else None
-        return kept if kept is not None and kept.is_dir() else None
+        """Returns the folder of Hugging Face files that the run keeps; None: none."""
+        if self.workdir is None:
+            return None
+        kept = self.workdir / tokenizer_config.HUGGINGFACE
+        return kept if kept.is_dir() else None
 
     def config_of(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the config that a step's metadata holds, {} if it holds none."""
-        config = workdir.tupled(group_of(metadata, run_metadata.CONFIG))
+        """Reads the config in a step's metadata. The group `model` always exists."""
+        config: dict[str, Any] = workdir.tupled(group_of(metadata, run_metadata.CONFIG))
         return config | {"model": group_of(config, "model")}
 
 
 def locate(name: str) -> SourceRun:
-    """Finds the run of FOLDER or FOLDER@STEP: a workdir, its checkpoints, or a step
-    in it; also gs://.
+    """Finds a run by the value of init.from_run.
+
+    Args:
+      name: FOLDER or FOLDER@STEP. The folder is a workdir, its checkpoints, or one step,
+        and may be a URL such as gs://...
 
     Raises:
-      ConfigError: there is no such folder.
+      ConfigError: the folder does not exist, or is not a run.
     """
+    folder = name
+    step: int | None = None
     parts = re.fullmatch(r"(?s)(.+)@([0-9]{1,18})", name)
-    folder, step = (parts[1], int(parts[2])) if parts else (name, None)
+    if parts:
+        folder = parts[1]
+        step = int(parts[2])
     path = folder if "://" in folder else os.path.expanduser(folder)
     try:
-        checkpoints, inside = folders.locate(path)
+        checkpoints, step_of_folder = folders.locate(path)
     except run_format.OtherVersion as error:
         raise run_format.OtherVersion(f"init.from_run={name}: {error}") from error
     except ConfigError as error:
-        cure = ""
+        fix = ""
         parent, config = os.path.split(name)
-        if parent == "runs":  # runs/CONFIG, unless a run was told otherwise
-            cure = f", or make it: python -m jaxdist.train --config {config}"
+        # runs/CONFIG is the default workdir of a config.
+        if parent == "runs":
+            fix = f", or make it: python -m jaxdist.train --config {config}"
         raise ConfigError(
-            f"init.from_run={name}: {error}; give the workdir of a run{cure}"
+            f"init.from_run={name}: {error}; give the workdir of a run{fix}"
         ) from error
-    around = (folders.as_path(path), checkpoints.parent)
-    # as every workdir is
-    local = [place for place in around if isinstance(place, Path)]
-    beside = next(
-        (place for place in local if (place / workdir.CONFIG).is_file()), None
+    if step is None:
+        step = step_of_folder
+    return SourceRun(
+        name=name,
+        checkpoints=checkpoints,
+        step=step,
+        workdir=_workdir_around(folders.as_path(path), checkpoints.parent),
     )
-    return SourceRun(name, checkpoints, inside if step is None else step, beside)
+
+
+def _workdir_around(*places: Path) -> Path | None:
+    """Finds the workdir among some folders; None: it is none of them."""
+    for place in places:
+        # Workdirs are local. A place in a store is no Path.
+        if isinstance(place, Path) and (place / workdir.CONFIG).is_file():
+            return place
+    return None
 
 
 def refuse_code(name: str, target: str) -> None:
-    """Raises ConfigError if a model's file lies in the run that init.from_run names,
-    which is data.
+    """Checks that a model's code is not stored in the run of init.from_run.
+
+    Raises:
+      ConfigError: the code is stored there. That run is data.
     """
     try:
         source = locate(name)
     except (ConfigError, MissingExtra):
-        return  # nothing there that can be read; said where it is
+        return  # reading the run raises this error again
     for folder in (source.workdir, source.checkpoints):
         if isinstance(folder, Path):
             registry.refuse_inside(target, folder)
 
 
 def refuse_own_folder(config: RunConfig, folder: Path) -> None:
-    """Raises ConfigError where init.from_run names the run's own workdir or
-    checkpoints.
+    """Checks that init.from_run does not name the run's own workdir or checkpoints.
+
+    Args:
+      config: the run's config.
+      folder: the workdir.
+
+    Raises:
+      ConfigError: it names one of them.
     """
     name = config.init.from_run
     if not name:
         return
-    own = workdir.checkpoints_folder(folder, config)
+    checkpoints = workdir.checkpoints_folder(folder, config)
     try:
         source = locate(name)
     except ConfigError:
-        return  # what is not there is not this run's; one that goes on needs it no more
+        return  # a run that resumes does not need the source
     same_workdir = source.workdir is not None and _resolved(
         source.workdir
     ) == _resolved(folder)
-    if same_workdir or _resolved(own) == _resolved(source.checkpoints):
+    if same_workdir or _resolved(checkpoints) == _resolved(source.checkpoints):
         raise ConfigError(
             f"init.from_run={name} is the run's own folder: it resumes by itself; leave the key out, or "
             f"give another --workdir (and checkpoint.folder) to branch from it"
@@ -164,33 +194,34 @@ def _resolved(path: Path) -> str:
 
 
 def group_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns a group of a config that nobody has checked; {} if it has none."""
+    """Returns a group of a config that is not validated; {} if there is none."""
     group = config.get(name)
     return dict(group) if isinstance(group, dict) else {}
 
 
-# --- the config that it implies ------------------------------------------------------
+# --- the implied config ---------------------------------------------------------------
 
 
 def implied_config(config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
-    """Reads the config of the run that a config names; see `WeightSource.config_of`.
+    """Reads the config that init.from_run implies; see `WeightSource.config_of`.
 
-    A run whose class is neither this config's nor of this package has no values to
-    take; its arrays may fit all the same.
+    A source implies no values if its model's class is neither the config's nor one of
+    jaxdist. Its arrays may still fit.
 
     Raises:
-      ConfigError: no run there; its class must be named here; its tokenizer is lost.
+      ConfigError: the run does not exist, its class must be named in the config, or its
+        tokenizer is missing.
     """
     name = config.init.from_run
     source = locate(name)
     stored = source.config["model"]
     target = stored.get("target")
-    ours = config.model.get("target", registry.DEFAULT_TARGET)
+    config_target = config.model.get("target", registry.DEFAULT_TARGET)
     nothing = ImpliedConfig({}, config.data.tokenizer)
     if not isinstance(target, str) or target == registry.USER_TARGET:
         return nothing
-    if target != ours:
-        if "model.target" in set_keys or ours != registry.DEFAULT_TARGET:
+    if target != config_target:
+        if "model.target" in set_keys or config_target != registry.DEFAULT_TARGET:
             return nothing
         if not registry.is_installed(target):
             raise ConfigError(
@@ -207,29 +238,38 @@ def _tokenizer(
     set_keys: Collection[str],
     values: Mapping[str, Any],
 ) -> str:
-    """Returns the data.tokenizer for the source's model: the file that its run keeps,
-    or its name.
+    """Chooses the value of data.tokenizer for the source's model.
+
+    Args:
+      source: the source.
+      config: the config of the new run.
+      set_keys: keys that the user has set.
+      values: the values of the source's model.
+
+    Raises:
+      ConfigError: the source's tokenizer is missing, and the new run needs it.
     """
-    here = config.data.tokenizer
+    own_tokenizer: str = config.data.tokenizer
     data = group_of(source.config, "data")
-    there = str(data.get("tokenizer", here))
-    kept = source.workdir / TOKENIZER_FILE if source.workdir else None
+    source_tokenizer = str(data.get("tokenizer", own_tokenizer))
     if "data.tokenizer" in set_keys:
-        return here
+        return own_tokenizer
+    kept = source.workdir / TOKENIZER_FILE if source.workdir else None
     if kept and kept.is_file():
         return str(kept)
-    # The default beside ids that somebody else made: nobody said with which tokenizer.
-    is_unknown = there == "bytes" and table.has_ids(str(data.get("source")))
-    if there == "bytes" and not is_unknown:
-        return there
-    if os.path.isfile(os.path.expanduser(there)):
-        return there
-    source_here = config.data.source
-    has_no_texts = table.has_ids(source_here) or table.has_samples(source_here)
-    needless = has_no_texts or "vocab_size" not in values
-    if not needless and values["vocab_size"] != load_tokenizer("bytes").vocab_size:
+    # If the source's data has token ids, the default tokenizer says nothing: the ids
+    # come from an unknown tokenizer.
+    is_unknown = source_tokenizer == "bytes" and table.has_ids(str(data.get("source")))
+    if source_tokenizer == "bytes" and not is_unknown:
+        return source_tokenizer
+    if os.path.isfile(os.path.expanduser(source_tokenizer)):
+        return source_tokenizer
+    data_source = config.data.source
+    has_no_texts = table.has_ids(data_source) or table.has_samples(data_source)
+    needs_tokenizer = not has_no_texts and "vocab_size" in values
+    if needs_tokenizer and values["vocab_size"] != load_tokenizer("bytes").vocab_size:
         raise ConfigError(
-            f"init.from_run={source.name}: its tokenizer ({there}) is not there, and no {TOKENIZER_FILE} "
+            f"init.from_run={source.name}: its tokenizer ({source_tokenizer}) is not there, and no {TOKENIZER_FILE} "
             f"beside its checkpoints; set data.tokenizer to the path of that file"
         )
-    return here
+    return own_tokenizer

@@ -1,4 +1,4 @@
-"""Where a run starts: fresh, or from a checkpoint; its step compiles meanwhile."""
+"""The first state of a run, made or restored while the step compiles."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +22,22 @@ from jaxdist.trainer.weight_source import WeightSource
 
 
 class Start(NamedTuple):
-    """Where a run starts."""
+    """The first state of a run, and facts about it."""
 
     state: State
-    # of the step's program, all devices together; None: not all of it counts
+    # FLOPs of a step on all devices together; None = parts of it cannot be counted
     step_flops: float | None
-    callbacks: dict[str, Any]  # what the checkpoint keeps of callbacks, by name
+    callbacks: dict[str, Any]  # states of callbacks in the checkpoint, by their names
+
+
+class _FirstState(NamedTuple):
+    """A state, and what a checkpoint stores with it."""
+
+    state: State
+    progress: Progress
+    windows: list[list[int]]  # batches that the run skips
+    reader: Any  # state of a caller's iterator; None = there is none
+    callbacks: dict[str, Any]  # states of callbacks, by their names
 
 
 def init_or_restore(
@@ -37,77 +47,91 @@ def init_or_restore(
     sources: Sequence[WeightSource],
     back_to: int | None = None,
     build: Build | None = None,
-    given: Mapping[str, np.ndarray] | None = None,
+    initial: Mapping[str, np.ndarray] | None = None,
 ) -> Start:
-    """Makes the first state or reads it; the step is compiled.
+    """Makes the first state or restores it, and compiles the step.
 
-    The step compiles in one thread, and to restore, the checkpoint library is imported
-    in another, while the state is made or read here: a start takes the longest of the
-    three, not their sum.
+    Three things run at the same time: a thread compiles the step, a thread imports the
+    checkpoint library, and this thread makes or reads the state.
 
     Args:
-      run: with its step built and its checkpoints open; takes progress and data.
-      dataset: the run's, without anything left out.
-      phase: told of "restore" and "compile", each with the step reached.
-      sources: of the initial weights; none: they are random.
-      back_to: a step to go on from; what was saved after it goes to quarantine. None:
-        the newest.
-      build: makes the model, where a caller has given one.
-      given: path -> value that a caller's model begins with.
+      run: the run, with its step built and its checkpoints open. It receives progress
+        and dataset.
+      dataset: the run's data, without skipped batches.
+      phase: called with "restore" and "compile" and the step reached.
+      sources: sources of the initial weights; empty = random weights.
+      back_to: the step to resume from; later checkpoints are quarantined. Default: the
+        newest.
+      build: makes the caller's model; default: the config names the model.
+      initial: initial values of the caller's model by path.
     """
-    built = run.built
-    store = run.store
     pool = ThreadPoolExecutor(3)
     try:
         compiled = pool.submit(compile_step, run)
-        if not restore.has_checkpoint(run):
+        if restore.has_checkpoint(run):
+            phase("restore", 0)
+            first = _restore(run, dataset, back_to, pool)
+        else:
             if sources:
                 phase("restore", 0)
             state = initial_weights.first_state(
-                run.config, built, run.folder, sources, build, given
+                run.config, run.built, run.folder, sources, build, initial
             )
-            progress = Progress()
-            windows: list[list[int]] = []
-            reader = None
-            kept: dict[str, Any] = {}
-        else:
-            phase("restore", 0)
-            library = pool.submit(checkpoints.preload)
-            prepared = pool.submit(store.prepare, built.views.abstract)
-            library.result()
-            restored = restore.restore_checkpoint(run, dataset, back_to)
-            state = built.views.staged(restored.state)
-            progress = progress_of(restored.metadata)
-            windows = coordination.broadcast(
-                restore.skipped_windows(run.folder, restored.metadata)
+            first = _FirstState(
+                state, Progress(), windows=[], reader=None, callbacks={}
             )
-            reader = restored.metadata.get(run_metadata.READER)
-            kept = restored.metadata.get(run_metadata.CALLBACKS, {})
-            prepared.result()
-        phase("compile", progress.step)
+        step = first.progress.step
+        phase("compile", step)
         flops = compiled.result()
-        consistency.agree(lambda: {"data left out": windows})
-        skipping = SkippingDataset(dataset, windows)
-        if 0 < progress.step < run.config.train.steps:
-            line = skipping.go_to(progress.step, reader)
+        consistency.agree(lambda: {"data left out": first.windows})
+        skipping = SkippingDataset(dataset, first.windows)
+        if 0 < step < run.config.train.steps:
+            line = skipping.go_to(step, first.reader)
             if line and jax.process_index() == 0:
                 print(line)
-        run.progress = progress
+        run.progress = first.progress
         run.dataset = skipping
-        return Start(state, flops, kept)
+        return Start(first.state, step_flops=flops, callbacks=first.callbacks)
     finally:
-        # an error does not wait for the compiler
+        # After an error, nobody waits for the compiler.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def compile_step(run: Run) -> float | None:
-    """Compiles the train step for the run's batches, and counts its FLOPs.
+def _restore(
+    run: Run, dataset: Dataset, back_to: int | None, pool: ThreadPoolExecutor
+) -> _FirstState:
+    """Restores the state that a run resumes from.
 
-    The result stays in jax's cache, where the step's first call finds it. (Calling the
-    compiled object itself costs the host a fifth more at every step.)
+    Threads of the pool import the checkpoint library and prepare checkpoints.
+    """
+    views = run.built.views
+    preloaded = pool.submit(checkpoints.preload)
+    prepared = pool.submit(run.store.prepare, views.abstract)
+    preloaded.result()
+    restored = restore.restore_checkpoint(run, dataset, back_to)
+    state = views.staged(restored.state)
+    progress = progress_of(restored.metadata)
+    windows = coordination.broadcast(
+        restore.skipped_windows(run.folder, restored.metadata)
+    )
+    prepared.result()
+    return _FirstState(
+        state,
+        progress,
+        windows=windows,
+        reader=restored.metadata.get(run_metadata.READER),
+        callbacks=restored.metadata.get(run_metadata.CALLBACKS, {}),
+    )
+
+
+def compile_step(run: Run) -> float | None:
+    """Compiles the train step for the run's batches and counts its FLOPs.
+
+    The compiled program stays in jax's cache, where the step's first call finds it.
+    Calling the compiled object itself costs the host a fifth more time per step.
 
     Returns:
-      The FLOPs of a step, all devices together; None where not all count.
+      The FLOPs of a step on all devices together; None if parts cannot be counted.
     """
     built = run.built
     batch = built.abstract_batch(batch_shapes(run.config))

@@ -1,4 +1,4 @@
-"""What is printed and written of a run's step."""
+"""Lines that describe a run's step, for the terminal and run.json."""
 
 from functools import partial
 
@@ -17,10 +17,7 @@ from jaxdist.trainer.run_config import RunConfig
 
 
 def counts(composition: Composition) -> str:
-    """Tells how many parameters the policy has, how many are trained, how many a token
-    uses, and how many frozen modules hold; of experts also that all are counted, if no
-    cost declares fewer.
-    """
+    """Formats the numbers of parameters: all, trained, active for a token, and frozen."""
     run = composition.config
     spec = composition.spec
     if run.lora.rank:
@@ -38,12 +35,18 @@ def counts(composition: Composition) -> str:
 
 
 def expert_lines(composition: Composition) -> list[str]:
-    """Tells, in one line, that all experts count as active, if no cost declares fewer;
-    in none otherwise.
+    """Warns that all experts count as active, because no cost declares fewer.
+
+    Returns:
+      The line; [] if a cost declares fewer, or the model has no experts.
     """
     run = composition.config
-    names = [names for _, names in composition.spec.named_parameters().values()]
-    if not any(has_experts(own) and active_share(run, own) == 1 for own in names):
+    kernels = [
+        names
+        for _, names in composition.spec.named_parameters().values()
+        if has_experts(names)
+    ]
+    if not any(active_share(run, names) == 1 for names in kernels):
         return []
     return [
         "all experts are counted as active for a token: no op of Config.costs declares "
@@ -52,8 +55,9 @@ def expert_lines(composition: Composition) -> list[str]:
 
 
 def step_lines(composition: Composition, built: TrainStep) -> list[str]:
-    """Tells what a step is made of: its batch, when gradients are summed, and what the
-    model chooses.
+    """Describes a step: its batch, the reduction of gradients, number formats and more.
+
+    The model adds the lines of its hook `choices`.
     """
     run = composition.config
     choices = registry.model_hook(run.model_config, "choices") or list
@@ -73,8 +77,10 @@ def step_lines(composition: Composition, built: TrainStep) -> list[str]:
 
 
 def context_lines(run: RunConfig, rules: Rules) -> list[str]:
-    """Tells, in one line, how attention sees sequences that devices split; in none
-    where they are whole.
+    """Describes how attention works on sequences that are split over devices.
+
+    Returns:
+      The line; [] if sequences are not split.
     """
     if rules.shape.sizes["context"] == 1:
         return []
@@ -86,11 +92,14 @@ def context_lines(run: RunConfig, rules: Rules) -> list[str]:
 
 
 def reduction_lines(composition: Composition, *, forced: bool = False) -> list[str]:
-    """Tells, in one line, how often a step sums its parts' gradients; in none if it has
-    one part.
+    """Describes how often a step sums the gradients of its parts over replicas.
 
     Args:
-      forced: tells it only where the model does not allow what would be cheaper.
+      composition: the run.
+      forced: whether to skip the line unless the model rules out the cheaper way.
+
+    Returns:
+      The line; [] if there is nothing to sum in parts.
     """
     run = composition.config
     rules = composition.rules
@@ -101,29 +110,30 @@ def reduction_lines(composition: Composition, *, forced: bool = False) -> list[s
     summed = reduction.summed_bytes(
         composition.staged_spec, rules, run.precision.reduce
     )
-    size = summed / 1e6
-    each = f"with each of {parts} parts, {parts * size:.1f} MB"
+    once_mb = summed / 1e6
+    each = f"with each of {parts} parts, {parts * once_mb:.1f} MB"
     if chosen.why_each:
-        how = f"{each} a device (once a step: {size:.1f} MB): {chosen.why_each}"
+        how = f"{each} a device (once a step: {once_mb:.1f} MB): {chosen.why_each}"
     else:
-        how = f"once a step, {size:.1f} MB a device (mesh.reduce=each: {each})"
+        how = f"once a step, {once_mb:.1f} MB a device (mesh.reduce=each: {each})"
     return [f"gradients: summed over {chosen.over} {how}"]
 
 
 def batch_arithmetic(composition: Composition) -> str:
-    """Tells, in one line, how the global batch is made up."""
+    """Describes the factors of the global batch, in one line."""
     batch = composition.config.batch
     shards = composition.shape.batch_shards
-    flow = composition.microbatches
-    each = batch.global_size // (composition.parts * shards)
+    per_device = batch.global_size // (composition.parts * shards)
     unit = "samples"
     tokens = ""
     if composition.config.data.is_text:
         total = batch.global_size * batch.sequence_length
         unit = "sequences"
         tokens = f"; x {batch.sequence_length} tokens = {total:,} tokens a step"
-    microbatches = f"{flow} microbatches x " if flow > 1 else ""
+    microbatches = ""
+    if composition.microbatches > 1:
+        microbatches = f"{composition.microbatches} microbatches x "
     return (
         f"batch: {batch.global_size} {unit} a step = {batch.accumulation} accumulation x "
-        f"{microbatches}{shards} batch shards x {each} per device{tokens}"
+        f"{microbatches}{shards} batch shards x {per_device} per device{tokens}"
     )

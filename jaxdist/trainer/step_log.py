@@ -1,6 +1,4 @@
-"""What a run records of its steps: metrics that wait on the devices, rows, the display,
-elapsed time.
-"""
+"""The log of a run's steps: rows of metrics, the display, and the elapsed time."""
 
 import contextlib
 import time
@@ -18,30 +16,29 @@ from jaxdist.trainer.callbacks import CallbackList, RowView, Run
 from jaxdist.trainer.health import Monitor
 from jaxdist.trainer.run_metadata import Progress
 
-_ARRAY_ROWS = 50  # about so many of a run: of 48 layers with 128 experts 2 MB
+# rows of a run, at most about, that include arrays: 2 MB for 48 layers with 128 experts
+_ARRAY_ROWS = 50
+_STEPS_IN_FLIGHT = 3  # steps whose metrics are not read yet, so that no device waits
 
 
 @dataclass
 class MetricsWindow:
-    """The time since the last row of metrics; the waits are counters as they were when
-    it began.
-    """
+    """The counters at the last row of metrics, and the pauses since then."""
 
-    began: float  # monotonic seconds
-    step: int  # updates finished then
-    tokens_seen: int  # by then
-    data_wait_s: float = 0.0  # the loader's
-    device_wait_s: float = 0.0  # the monitor's
-    paused_s: float = 0.0  # spent in pauses since
+    began: float  # time of the row, in monotonic seconds
+    step: int
+    tokens_seen: int
+    data_wait_s: float = 0.0  # the loader's counter
+    device_wait_s: float = 0.0  # the monitor's counter
+    paused_s: float = 0.0  # seconds of pauses since the row
 
 
 @dataclass
 class StepLog:
-    """Records steps in order, each a few steps after it was started; keeps `progress`
-    up to date.
+    """The log of a run's steps, which also keeps the run's progress up to date.
 
-    A row of metrics covers the steps since the row before. Time in `paused` is not
-    training time.
+    A step is recorded a few steps after it was started. A row of metrics covers the
+    steps since the previous row. The time of pauses is not training time.
     """
 
     run: Run
@@ -59,64 +56,67 @@ class StepLog:
             event=self.run.event,
             note=self.display.note,
         )
-        self.paused_s = 0.0  # in all pauses so far
-        self._pending: deque[tuple[int, Metrics]] = deque()  # of steps under way
-        # weighted targets of the steps recorded since the last row
+        self.paused_s = 0.0  # seconds of all pauses
+        # numbers and metrics of steps that are not recorded yet
+        self._pending: deque[tuple[int, Metrics]] = deque()
+        # counts of weighted targets that `progress` does not include yet
         self._tokens: list[jax.Array] = []
 
     def begin(self, loader: Loader) -> None:
-        """Starts the clock for the steps after `progress.step`, which take the loader's
-        batches.
+        """Starts the clock for the steps after `progress.step`.
+
+        Args:
+          loader: the loader of their batches.
         """
         self._pending.clear()
         self._tokens.clear()
         self._loader = loader
-        progress = self.progress
-        waited_s = self._monitor.waited_s
         self._window = MetricsWindow(
-            time.monotonic(),
-            progress.step,
-            progress.tokens_seen,
-            device_wait_s=waited_s,
+            began=time.monotonic(),
+            step=self.progress.step,
+            tokens_seen=self.progress.tokens_seen,
+            device_wait_s=self._monitor.waited_s,
         )
 
     def rewind(self) -> None:
-        """Forgets the losses after `progress.step`, to which the run has gone back."""
+        """Forgets all losses, because the run has rolled back."""
         self._monitor.rewound()
 
     @property
     def data_wait_s(self) -> float:
-        """Seconds that this process has waited for batches, since `begin`."""
+        """Returns the seconds that this process has waited for batches since `begin`."""
         return self._loader.data_wait_s
 
     @property
     def device_wait_s(self) -> float:
-        """Seconds that this process has waited for its devices, in all."""
+        """Returns the total seconds that this process has waited for its devices."""
         return self._monitor.waited_s
 
     def wait(self, seconds: float) -> None:
-        """Counts time that this process has waited for others as for its devices."""
+        """Counts a wait for other processes as a wait for devices."""
         self._monitor.waited_s += seconds
 
     def add_step(self, number: int, metrics: Metrics) -> None:
-        """Takes the outputs of a step that has just been started, and records the steps
-        long done.
+        """Adds a step that has just been started, and records older steps.
 
         Raises:
-          Diverged: one of those went wrong.
+          Diverged: a recorded step has a numerical fault.
         """
         self._pending.append((number, metrics))
-        # so that the device never waits for the host to read metrics
-        self.drain_metrics(under_way=3)
+        self.drain_metrics(in_flight=_STEPS_IN_FLIGHT)
 
-    def drain_metrics(self, under_way: int = 0) -> None:
-        """Waits for all steps but the newest so many, and records each.
+    def drain_metrics(self, in_flight: int = 0) -> None:
+        """Waits for steps and records them.
+
+        Args:
+          in_flight: number of the newest steps to leave unrecorded.
 
         Raises:
-          Diverged: one of them went wrong.
+          Diverged: a recorded step has a numerical fault.
         """
-        while len(self._pending) > under_way:
-            self._record_step(*self._pending.popleft())
+        while len(self._pending) > in_flight:
+            number, metrics = self._pending.popleft()
+            self._record_step(number, metrics)
 
     def _record_step(self, number: int, metrics: Metrics) -> None:
         self._monitor.look(number, metrics)  # waits until the step is done
@@ -124,26 +124,25 @@ class StepLog:
         self.progress.step = number
         self._tokens.append(metrics["tokens"])
         self.display.step(number)
-        if (
-            number in (1, self.run.config.train.steps)
-            or number % self.run.config.train.log_every == 0
-        ):
+        train = self.run.config.train
+        if number in (1, train.steps) or number % train.log_every == 0:
             self._write_row(number, metrics)
 
     def _write_row(self, number: int, metrics: Metrics) -> None:
         now = time.monotonic()
         window = self._window
         self._count_tokens()
-        seen = self.progress.tokens_seen
+        tokens_seen = self.progress.tokens_seen
         waited_s = self._monitor.waited_s
         seconds = now - window.began - window.paused_s
         steps = number - window.step
         scalars = {name: x for name, x in metrics.items() if x.ndim == 0}
-        values = {name: x.item() for name, x in jax.device_get(scalars).items()}
-        del values["tokens"], values["skipped"]
-        row = values | {"tokens_seen": seen}
+        row = {name: x.item() for name, x in jax.device_get(scalars).items()}
+        del row["tokens"]  # `tokens_seen` and the throughput have it
+        del row["skipped"]  # the event `nonfinite` has it
+        row["tokens_seen"] = tokens_seen
         row |= self.throughput.fields(
-            seconds=seconds, steps=steps, tokens=seen - window.tokens_seen
+            seconds=seconds, steps=steps, tokens=tokens_seen - window.tokens_seen
         )
         row["data_wait_s"] = (self._loader.data_wait_s - window.data_wait_s) / steps
         self.callbacks.row(
@@ -160,23 +159,29 @@ class StepLog:
             row |= balancer.metrics(number - 1)
         self.progress.elapsed_s += seconds
         self._window = MetricsWindow(
-            now, number, seen, self._loader.data_wait_s, waited_s
+            began=now,
+            step=number,
+            tokens_seen=tokens_seen,
+            data_wait_s=self._loader.data_wait_s,
+            device_wait_s=waited_s,
         )
         self.run.writer.write(number, row)
         self.display.row(number, row)
         if self._keeps_arrays(number):
-            self.run.writer.write_arrays(
-                number, jax.device_get({n: x for n, x in metrics.items() if x.ndim})
-            )
+            arrays = {name: x for name, x in metrics.items() if x.ndim}
+            self.run.writer.write_arrays(number, jax.device_get(arrays))
 
     def _keeps_arrays(self, number: int) -> bool:
-        """Tests whether the row of a step has its arrays written too: the first, the
-        last, some between.
+        """Tests whether the row of a step includes arrays.
+
+        These are the first and the last row, and rows at regular intervals between.
         """
         steps = self.run.config.train.steps
         log_every = self.run.config.train.log_every
-        every = -(-steps // _ARRAY_ROWS)
-        return number in (1, steps) or number // every > (number - log_every) // every
+        interval = -(-steps // _ARRAY_ROWS)
+        if number in (1, steps):
+            return True
+        return number // interval > (number - log_every) // interval
 
     def _count_tokens(self) -> None:
         self.progress.tokens_seen += sum(
@@ -185,7 +190,7 @@ class StepLog:
         self._tokens.clear()
 
     def elapsed_s(self) -> float:
-        """Returns the seconds that the run has trained, restarts included."""
+        """Computes the seconds of training so far, over all restarts."""
         window = self._window
         return (
             self.progress.elapsed_s + time.monotonic() - window.began - window.paused_s
@@ -193,9 +198,7 @@ class StepLog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[Progress]:
-        """Records all steps, yields how far the run has come, and stops the clock
-        meanwhile.
-        """
+        """Records all steps, yields the progress, and stops the clock for the body."""
         self.drain_metrics()
         began = time.monotonic()
         self._count_tokens()

@@ -1,6 +1,6 @@
-"""A training run: check, open, restore or start, train, end.
+"""A training run from start to end: check, open, restore, train, end.
 
-The loop is `trainer.loop`. What else a run does is a list of callbacks
+The loop over steps is `trainer.loop`. All other work of a run is done by callbacks
 (`trainer.callbacks`).
 """
 
@@ -31,17 +31,23 @@ from jaxdist.trainer.start import init_or_restore
 from jaxdist.trainer.user_model import UserInputs
 from jaxdist.trainer.weight_source import WeightSource
 
-# Of the step in a run: to compile it ahead; by its first call, where an optimizer's own
-# first state may be weakly typed; and by the second, whose state is the step's.
+# A run may trace its step three times: to compile it ahead; in the first call, because
+# an optimizer's first state may be weakly typed; and in the second call, which takes the
+# state that a step has returned.
 MAX_TRACES = 3
 
 
 def run(config: RunConfig, folder: Path, **options: Any) -> State:
-    """Trains to the end, and returns the last state; takes the options of `train`.
+    """Trains to the end and returns the last state.
+
+    Args:
+      config: the run's config.
+      folder: the workdir.
+      **options: further options of `train`.
 
     Raises:
-      Interrupted: a signal ended it early; Preempted if not by a Ctrl-C to a process
-        alone.
+      Interrupted: a signal ended the run early. It is a Preempted unless the signal was
+        a Ctrl-C to a process that runs alone.
     """
     result = train(config, folder, **options)
     if result.stopped:
@@ -63,31 +69,29 @@ def train(
     process_callbacks: Sequence[Callback] = (),
     weight_sources: Sequence[WeightSource] = (),
 ) -> TrainResult:
-    """Trains to the end, from the newest checkpoint if the workdir has one.
-
-    On other devices than the `full_devices` of an elastic run's config, its layout is
-    refitted.
+    """Trains to the end, starting from the newest checkpoint of the workdir.
 
     Args:
-      config: of the run.
-      folder: the workdir; made if it is missing.
-      title: a first line for the display.
-      devices: to train on; default: all.
-      full_devices: that an elastic run's config was written for.
-      inputs: a caller's model, data and optimizer.
-      callbacks: what the run does beside training, entered and left with it.
-      process_callbacks: the same, which the caller has entered already.
-      weight_sources: sources of initial weights beside those of the core, e.g.
-        jaxdist.interop.WEIGHT_SOURCES.
+      config: the run's config.
+      folder: the workdir; it is created if it is missing.
+      title: first line of the display; "" = none.
+      devices: devices to train on; default: all.
+      full_devices: number of devices that the config of an elastic run was written for.
+        On any other number, the layout is refitted. Default: the run is not elastic.
+      inputs: the caller's model, data and optimizer, in place of those of the config.
+      callbacks: callbacks that this function enters and exits.
+      process_callbacks: callbacks that the caller has entered. They are called first.
+      weight_sources: sources of initial weights in addition to those of the core, such
+        as jaxdist.interop.WEIGHT_SOURCES.
 
     Raises:
-      ConfigError: the config is illegal, or the workdir another version's; nothing was
-        compiled.
+      ConfigError: the config is invalid, or another version of jaxdist wrote the
+        workdir. Nothing was compiled.
       TrainingStopped: losses stayed non-finite, or the last checkpoint could not be
         written.
     """
     preemption.refuse_unjoined()
-    everyone = CallbackList(process_callbacks, callbacks)
+    all_callbacks = CallbackList(process_callbacks, callbacks)
     sources = initial_weights.chosen_sources(config, weight_sources)
     opening.refuse_other_version(folder)
     if devices is None:
@@ -98,51 +102,57 @@ def train(
     composition = validation.validate(
         config, devices, with_data=inputs.dataset is None, build=inputs.build
     )
-    everyone.check(config)
+    all_callbacks.check(config)
     signals = StopSignals()
-    with contextlib.ExitStack() as stack, everyone.entered():
-        current = Run(
+    with contextlib.ExitStack() as stack, all_callbacks.entered():
+        this_run = Run(
             composition=composition,
             folder=folder,
             devices=devices,
             note=opening.log,
-            say=lively(opening.log, everyone.progress),
+            say=lively(opening.log, all_callbacks.progress),
             preempt=lambda reason: signals.hear(signal.SIGTERM),
         )
         try:
-            everyone.phase("start")
-            opening.open_workdir(current, requested, everyone, stack)
-            everyone.start(current)
-            schedule = restore.settle_schedule(current)
-            dataset = opening.open_dataset(config, folder, inputs.dataset, current.say)
+            all_callbacks.phase("start")
+            opening.open_workdir(this_run, requested, all_callbacks, stack)
+            all_callbacks.start(this_run)
+            schedule = restore.settle_schedule(this_run)
+            dataset = opening.open_dataset(config, folder, inputs.dataset, this_run.say)
             built = composition.build_step(
                 devices,
                 max_traces=MAX_TRACES,
                 optimizer=inputs.optimizer,
                 schedule_steps=schedule.steps,
             )
-            reporting.describe(current, built, dataset, schedule)
-            current.built = built
+            reporting.describe(this_run, built, dataset, schedule)
+            this_run.built = built
             start = init_or_restore(
-                current,
+                this_run,
                 dataset,
-                everyone.phase,
+                all_callbacks.phase,
                 sources,
                 back_to=schedule.back_to,
                 build=inputs.build,
-                given=inputs.initial,
+                initial=inputs.initial,
             )
-            with run_loop.build_display(current) as display:
+            with run_loop.build_display(this_run) as display:
                 if title:
                     display.note(title)
                 end = run_loop.train_to_end(
-                    current, everyone, signals, display, schedule, start
+                    this_run, all_callbacks, signals, display, schedule, start
                 )
-                everyone.end(end)
+                all_callbacks.end(end)
                 if end.error is not None:
                     raise end.error
         except BaseException as error:
             if isinstance(error, Exception):
-                everyone.fault(error)
+                all_callbacks.fault(error)
             raise
-        return TrainResult(composition, built, end.state, end.stopped, end.reason)
+        return TrainResult(
+            composition=composition,
+            built=built,
+            state=end.state,
+            stopped=end.stopped,
+            reason=end.reason,
+        )

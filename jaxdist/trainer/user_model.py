@@ -1,6 +1,6 @@
-"""What a caller of `jaxdist.fit` hands over: data, an optimizer, a model, and a config.
+"""The model, data and optimizer that a caller passes to `jaxdist.fit`, and the config.
 
-The model becomes a function of rngs; the config is made of the call's arguments.
+The model is converted to a function of nnx.Rngs. The config is made of the arguments.
 """
 
 import functools
@@ -28,35 +28,29 @@ Model = nnx.Module | type[nnx.Module] | Build
 
 
 class UserInputs(NamedTuple):
-    """What a caller hands over instead of what the config names; None: the config's."""
+    """The inputs of the caller that replace those of the config; None = the config's."""
 
-    build: Build | None = None
+    build: Build | None = None  # makes the model
     dataset: Dataset | None = None
     optimizer: optax.GradientTransformation | None = None
-    # path -> value that the model begins with
+    # initial values of the model by path; None = the config's weights
     initial: Mapping[str, np.ndarray] | None = None
 
 
 def builder(model: Model) -> tuple[Build, dict[str, np.ndarray] | None]:
-    """Makes a function of rngs of the model, and, if it is made, path -> its values.
+    """Converts the caller's model to a function of nnx.Rngs.
+
+    Args:
+      model: an nnx module, or a function or class that makes one from an nnx.Rngs.
+
+    Returns:
+      The function; and the values of a module by path, or None.
 
     Raises:
-      ConfigError: it is neither a module nor makes one.
+      ConfigError: the model is neither a module nor makes one.
     """
     if isinstance(model, nnx.Module):
-        graph, *parts = nnx.split(model, nnx.RngState, nnx.Variable, ...)
-        streams, arrays, rest = parts
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-        values = {
-            "/".join(map(str, path)): x.get_value()
-            for path, x in nnx.to_flat_state(arrays)
-        }
-
-        def empty(rngs: nnx.Rngs) -> nnx.Module:
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            return nnx.merge(graph, streams, zeros, rest)
-
-        return empty, {path: np.asarray(x) for path, x in values.items()}
+        return _builder_of_module(model)
     fault = registry.foreign_fault(model)
     if fault:
         raise ConfigError(f"model: {fault}")
@@ -64,36 +58,65 @@ def builder(model: Model) -> tuple[Build, dict[str, np.ndarray] | None]:
         raise ConfigError(
             f"model: {model!r}; required an nnx.Module, or a function of rngs that makes one"
         )
-    return functools.partial(_made, model, _takes_rngs_by_name(model)), None
+    return functools.partial(_build, model, _takes_rngs_by_name(model)), None
+
+
+def _builder_of_module(model: nnx.Module) -> tuple[Build, dict[str, np.ndarray]]:
+    graph, *states = nnx.split(model, nnx.RngState, nnx.Variable, ...)
+    streams, arrays, others = states
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)  # type: ignore[no-untyped-call]  # jax is untyped
+    values = {
+        "/".join(map(str, path)): np.asarray(x.get_value())
+        for path, x in nnx.to_flat_state(arrays)
+    }
+
+    def with_zeros(rngs: nnx.Rngs) -> nnx.Module:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        module: nnx.Module = nnx.merge(graph, streams, zeros, others)
+        return module
+
+    return with_zeros, values
 
 
 def _takes_rngs_by_name(model: Any) -> bool:
-    made: Any = model.func if isinstance(model, functools.partial) else model
-    # Of an nnx class, only __init__ says what it takes.
-    says = made.__init__ if isinstance(made, type) else made  # type: ignore[misc]
-    return "rngs" in inspect.signature(says).parameters
+    function: Any = model.func if isinstance(model, functools.partial) else model
+    if isinstance(function, type):
+        # The signature of an nnx class does not show its parameters.
+        function = function.__init__  # type: ignore[misc]  # of a class that is unknown
+    return "rngs" in inspect.signature(function).parameters
 
 
-def _made(model: Any, by_name: bool, rngs: nnx.Rngs) -> nnx.Module:
-    made = model(rngs=rngs) if by_name else model(rngs)
-    fault = registry.foreign_fault(made)
+def _build(function: Any, by_name: bool, rngs: nnx.Rngs) -> nnx.Module:
+    """Calls the caller's function and checks that it makes an nnx module."""
+    model = function(rngs=rngs) if by_name else function(rngs)
+    fault = registry.foreign_fault(model)
     if fault:
         raise ConfigError(f"model: {fault}")
-    if not isinstance(made, nnx.Module):
+    if not isinstance(model, nnx.Module):
         raise ConfigError(
-            f"model: the function made {made!r:.80}; required an nnx.Module"
+            f"model: the function made {model!r:.80}; required an nnx.Module"
         )
-    return made
+    return model
 
 
 def maker(
     config: RunConfig, folder: Path, model: Model | None, target: str | None
 ) -> Build | None:
-    """Finds what makes the model of a run of `jaxdist.fit`; None for any other run,
-    whose config says it.
+    """Finds the function that makes the model of a run of `jaxdist.fit`.
+
+    Args:
+      config: the run's config.
+      folder: the workdir.
+      model: the model, if the caller passes it again.
+      target: the model, if the caller names it as package.module:NAME.
+
+    Returns:
+      The function; None if the config names the model, or if nobody does. A stand-in
+      for the model then explains what to do.
 
     Raises:
-      ConfigError: neither `model` nor `target` names it; the run is no such run.
+      ConfigError: the config names the model, and the caller passes one; or the model
+        cannot be used.
     """
     if config.model["target"] != registry.USER_TARGET:
         if model is not None:
@@ -103,13 +126,15 @@ def maker(
         return None
     if model is None and target is not None and target != registry.USER_TARGET:
         model = registry.find_maker(target, folder)
-    # None: its stand-in says what to do
-    return None if model is None else builder(model)[0]
+    if model is None:
+        return None
+    build, _ = builder(model)
+    return build
 
 
 # --- the config of a call of `fit` ----------------------------------------------------
 
-# keys that an argument sets and a setting may replace
+# keys that an argument sets and that a setting may still replace
 _FREE = ("optimizer.frozen", "optimizer.groups", "optimizer.nonfinite_limit")
 
 
@@ -120,16 +145,17 @@ def config_of_fit(
     evaluates: bool,
     saves: bool,
 ) -> RunConfig:
-    """Makes the config of a call of `jaxdist.fit`: settings over usual values.
+    """Makes the config of a call of `jaxdist.fit`.
 
     Args:
-      arguments: values by key that arguments of the call set.
-      settings: of the call, values by key.
+      arguments: values by key that follow from arguments of the call.
+      settings: the argument `settings`: values by key.
       evaluates: whether the call has held-out data.
       saves: whether the call names a folder.
 
     Raises:
-      ConfigError: a setting that an argument makes, unknown keys, wrong types.
+      ConfigError: a setting repeats an argument, a key is unknown, or a value has the
+        wrong type.
     """
     arguments = {
         "data.source": "given",
@@ -148,24 +174,29 @@ def config_of_fit(
 
 
 def _refuse_settings(settings: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-    """Checks that no setting is what something else decides.
+    """Checks that no setting contradicts an argument of the call.
+
+    Args:
+      settings: the argument `settings`: values by key.
+      arguments: values by key that follow from the other arguments.
 
     Raises:
-      ConfigError: a line for each setting that names weights of jaxdist's own
-        transformer, or that an argument makes.
+      ConfigError: a setting repeats an argument, or names weights that only fit
+        jaxdist's transformer. It has a line for each.
     """
-    # Other formats than jaxdist's checkpoints are those of its own transformer.
-    own_format = {source.key for source in initial_weights.CORE_SOURCES}
-    foreign = [
+    # Only checkpoints have weights of any model. Other sources have those of jaxdist's
+    # transformer.
+    for_any_model = {source.key for source in initial_weights.CORE_SOURCES}
+    for_transformer = [
         key
         for key in initial_weights.weight_keys()
-        if settings.get(key) and key not in own_format
+        if settings.get(key) and key not in for_any_model
     ]
-    if foreign:
+    if for_transformer:
         raise ConfigError(
             f"settings: {key} reads weights into jaxdist's own transformer. fit trains the model that you "
             f"give. Run jaxdist train, or load the weights into your model before fit."
-            for key in foreign
+            for key in for_transformer
         )
     taken = [key for key in settings if key in arguments and key not in _FREE]
     if taken:
@@ -179,20 +210,23 @@ def name_of(model: Model, build: Build) -> str:
     """Names the class of a caller's model.
 
     Args:
-      model: as the caller gave it.
-      build: makes it from rngs.
+      model: the model as the caller passed it.
+      build: the function that makes it from an nnx.Rngs.
     """
-    kind = type(model) if isinstance(model, nnx.Module) else describe(build).model_class
-    return f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(model, nnx.Module):
+        model_class = type(model)
+    else:
+        model_class = describe(build).model_class
+    return f"{model_class.__module__}.{model_class.__qualname__}"
 
 
 def optimizer_values(
     optimizer: optax.GradientTransformation | OptimizerConfig,
 ) -> dict[str, Any]:
-    """Lists the values of `optimizer.*` by key.
+    """Makes the values of `optimizer.*` by key.
 
     Raises:
-      ConfigError: it is neither a transformation of optax nor a config.
+      ConfigError: the optimizer is neither a transformation of optax nor a config.
     """
     if isinstance(optimizer, OptimizerConfig):
         return schema.flatten({"optimizer": vars(optimizer)})
@@ -201,7 +235,7 @@ def optimizer_values(
             f"optimizer: {type(optimizer).__name__}; required a transformation of optax, e.g. "
             f"optax.adamw(3e-4), or jaxdist.OptimizerConfig(...)"
         )
-    # The rate, its schedule and all else are the transformation's own.
+    # The transformation does everything that these keys could configure.
     return {
         "optimizer.name": "given",
         "optimizer.schedule": "constant",
@@ -212,6 +246,6 @@ def optimizer_values(
 
 
 def mesh_values(mesh: Mapping[str, int] | MeshConfig | None) -> dict[str, Any]:
-    """Lists the values of `mesh.*` by key."""
+    """Makes the values of `mesh.*` by key."""
     sizes = schema.to_config_dict(mesh) if isinstance(mesh, MeshConfig) else mesh
     return schema.flatten({"mesh": sizes or {}})

@@ -1,4 +1,4 @@
-"""The check of a whole run: all faults at once, before anything compiles."""
+"""The validation of a run's config, which reports all faults before compilation."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,9 +18,8 @@ from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.layout_rules import layout_faults
 from jaxdist.trainer.run_config import Build, RunConfig
 
-# Models that were found to be without fault: their options, and what they are trained
-# for.
-_examined: set[tuple[str, Objective]] = set()
+# options and objectives of models that have passed `_check_loss`
+_passed: set[tuple[str, Objective]] = set()
 
 
 def validate(
@@ -30,12 +29,18 @@ def validate(
     with_data: bool = True,
     build: Build | None = None,
 ) -> Composition:
-    """Composes a run on these devices and checks it.
+    """Composes a run on devices and checks it.
 
-    As `validate_on`; and the devices, and the model's loss where `model.*` makes it.
+    This adds checks of the devices and of the model's loss to those of `validate_on`.
+
+    Args:
+      run: the run's config.
+      devices: devices of the mesh.
+      with_data: whether to check `data.*`.
+      build: makes the caller's model; default: the config names the model.
 
     Raises:
-      ConfigError: every fault of the run, each with its cure.
+      ConfigError: the config is invalid. It lists all faults, each with its fix.
     """
     faults = [
         *offload.device_faults(run.offload, devices[0]),
@@ -56,16 +61,22 @@ def validate(
     )
     if faults:
         raise ConfigError(faults)
-    _check_loss(composition, is_given=build is not None)
+    _check_loss(composition, from_caller=build is not None)
     return composition
 
 
-def _check_loss(composition: Composition, *, is_given: bool) -> None:
-    """Checks the model's loss on a part of a batch; once for a model of `model.*`.
+def _check_loss(composition: Composition, *, from_caller: bool) -> None:
+    """Checks the model's loss on a part of a batch.
+
+    A model that the config names is checked once in a process.
 
     Args:
       composition: the run.
-      is_given: a caller has given the model, so the config does not tell which it is.
+      from_caller: whether a caller made the model, so that the config does not tell
+        which it is.
+
+    Raises:
+      ConfigError: the model cannot be trained in this way.
     """
     run = composition.config
     stages = composition.shape.sizes["pipeline"]
@@ -80,7 +91,7 @@ def _check_loss(composition: Composition, *, is_given: bool) -> None:
         stages,
     )
     key = (repr(options), composition.spec.objective)
-    if key in _examined and not is_given:
+    if key in _passed and not from_caller:
         return
     faults = check_model(
         composition.spec,
@@ -90,8 +101,8 @@ def _check_loss(composition: Composition, *, is_given: bool) -> None:
     )
     if faults:
         raise ConfigError(faults)
-    if not is_given:
-        _examined.add(key)
+    if not from_caller:
+        _passed.add(key)
 
 
 def validate_on(
@@ -103,26 +114,24 @@ def validate_on(
     build: Build | None = None,
     spec: ModelSpec | None = None,
 ) -> Composition:
-    """Composes a run on a number of devices, and checks its parts against each other.
+    """Composes a run on a number of devices and checks that its settings fit together.
 
     Args:
-      run: the config.
-      num_devices: of the mesh.
-      num_slices: of the devices; None where the hardware has none: as many as the mesh
-        asks for.
-      with_data: False leaves `data.*` unchecked, for what looks at a run without a
-        corpus.
-      build: makes the model from its rngs; default: what `model.*` says.
-      spec: of the run's model, if it is known.
+      run: the run's config.
+      num_devices: number of devices of the mesh.
+      num_slices: number of slices of the devices; default: the number in `mesh.dcn`.
+      with_data: whether to check `data.*`. False suits callers without a corpus.
+      build: makes the caller's model; default: the config names the model.
+      spec: the model, if it is known.
 
     Raises:
-      ConfigError: every fault of the run, each with its cure.
+      ConfigError: the config is invalid. It lists all faults, each with its fix.
     """
     checked = run
     if not with_data:
         checked = compose.with_overrides(run, {"data": DataConfig()})
     without_spec = model_faults(run)
-    # a fault of a part is in both lists
+    # Both lists may have the same fault of a config group.
     faults = list(
         dict.fromkeys([*schema.faults(checked), *without_spec, *component_faults(run)])
     )

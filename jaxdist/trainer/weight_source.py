@@ -1,7 +1,7 @@
-"""The protocol of a source of initial weights: a file format or a kind of run.
+"""The protocol of a source of initial weights, such as a file format.
 
-A source serves one key of the config. It is asked twice: before validation for the
-config that its weights imply, and before the first step for the weights themselves.
+A source serves one key of the config. Before validation, it gives the config that its
+weights imply. Before the first step, it gives the weights.
 """
 
 import functools
@@ -22,31 +22,30 @@ from jaxdist.trainer.run_config import Build, RunConfig
 
 
 class ImpliedConfig(NamedTuple):
-    """The part of a config that weights decide."""
+    """The part of a config that the weights determine."""
 
-    model: dict[str, Any]  # values of model.*; {} if the source knows none
-    tokenizer: str  # data.tokenizer
+    model: dict[str, Any]  # values of model.*; {} = the source has none
+    tokenizer: str  # value of data.tokenizer
 
 
 class LoadedWeights(NamedTuple):
-    """Weights on the devices, each laid out as the run has it."""
+    """Weights on the devices, each array with the sharding of the run."""
 
-    # path -> what the run stores of that parameter or model state (`Target.store`)
+    # parameters and model state by path, as the run stores them (`Target.store`)
     values: dict[str, Any]
-    note: str = ""  # a line to print
-    # a Hugging Face folder whose config and tokenizer go beside the run, for exports
+    note: str = ""  # line to print; "" = none
+    # Hugging Face folder whose config and tokenizer the run keeps for exports
     small_files: Path | None = None
-    # the optimizer's state and the moving average to continue with; None = new ones
+    # optimizer's state to continue with; None = a new one
     opt_state: Tree | None = None
-    ema: Tree | None = None
+    ema: Tree | None = None  # moving average to continue with; None = a new one
 
 
 class OpenedWeights(NamedTuple):
-    """Weights that were found and fit the run; they are not read yet."""
+    """Weights that exist and fit the run, not read yet."""
 
-    facts: object  # all processes must have found the same
-    # reads the weights; every process makes the call
-    load: Callable[[], LoadedWeights]
+    facts: object  # description of the weights, which must be equal on all processes
+    load: Callable[[], LoadedWeights]  # reads the weights; every process calls it
 
 
 class Target:
@@ -55,12 +54,13 @@ class Target:
     def __init__(
         self, config: RunConfig, abstract: State, build: Build | None = None
     ) -> None:
-        """Takes what a run has of its arrays.
+        """Takes the config and the abstract state of a run.
 
         Args:
-          config: the run's.
-          abstract: its state, layers flat, as ShapeDtypeStructs with shardings.
-          build: makes the model, where a caller has given one.
+          config: the run's config.
+          abstract: the run's state with flat layers, as ShapeDtypeStructs with
+            shardings.
+          build: makes the caller's model; default: the config names the model.
         """
         self.config = config
         self.abstract = abstract
@@ -68,8 +68,9 @@ class Target:
 
     @functools.cached_property
     def parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The parameters of the model without adapters by path, laid out as the run has
-        them.
+        """Describes the parameters of the model without adapters, by path.
+
+        They have the shardings of the run.
         """
         build = self._build or registry.build_function(
             self.config.model_class, self.config.model_options
@@ -78,16 +79,16 @@ class Target:
         stored |= trees.flatten_names(self.abstract.frozen)
         parameters = {}
         for path, x in trees.flatten_names(describe(build).trainable).items():
-            # an adapter keeps the kernel under one of the longer names
+            # A kernel with an adapter has one of the longer names.
             names = (path, f"{path}/base", f"{path}/codes")
-            layout = next(stored[name].sharding for name in names if name in stored)
+            sharding = next(stored[name].sharding for name in names if name in stored)
             dtype = stored_dtype(x, self.config.precision.params)
-            parameters[path] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=layout)
+            parameters[path] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]  # jax is untyped
         return parameters
 
     @functools.cached_property
     def adapters(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The trained parameters by path: A and B of a run with adapters."""
+        """Describes the trained parameters by path: the adapters of a run with LoRA."""
         return trees.flatten_names(self.abstract.trainable)
 
     @functools.cached_property
@@ -98,10 +99,14 @@ class Target:
         return lora.kernels(spec.abstract_model)
 
     def store(self, path: str, kernel: jax.Array) -> Any:
-        """Converts a parameter to what the run stores of it, in the run's shards.
+        """Converts a parameter to the form that the run stores.
 
-        Only kernels below a quantised base change. Call it before the next parameter is
-        read: then one kernel at a time is in memory as it was read.
+        Only kernels of a quantized base change. Call it before you read the next
+        parameter, so that only one kernel is in memory before its conversion.
+
+        Args:
+          path: path of the parameter.
+          kernel: its value, with the sharding of the run.
         """
         adapted = self._kernels.get(path)
         if adapted is None or adapted.form is None:
@@ -109,41 +114,42 @@ class Target:
         stored = trees.flatten_names(self.abstract.frozen)
         shardings = tuple(stored[f"{path}/{part}"].sharding for part in adapted.parts)
         convert = jax.jit(adapted.form.store, out_shardings=shardings)
-        return jax.block_until_ready(convert(kernel))
+        return jax.block_until_ready(convert(kernel))  # type: ignore[no-untyped-call]  # jax is untyped
 
 
 class WeightSource(Protocol):
-    """A kind of place that initial weights come from."""
+    """A source of initial weights, which serves one key of the config."""
 
-    key: ClassVar[str]  # the key of the config that names the place
-    # whether the weights are those of a model, whose config they then imply
+    key: ClassVar[str]  # the key, whose value names the place of the weights
+    # whether the weights are those of a whole model, and so imply its config
     implies_config: ClassVar[bool]
 
     def config_of(self, config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
-        """Reads the config that the weights imply. Reads no weights.
+        """Reads the config that the weights imply, but not the weights.
 
         Args:
-          config: the run's, not validated yet.
-          set_keys: the keys that the user has set.
+          config: the run's config, not validated yet.
+          set_keys: keys that the user has set.
 
         Raises:
-          ConfigError: nothing is there, it is not supported, or has no tokenizer.
+          ConfigError: the weights are missing, are not supported, or have no tokenizer.
         """
         ...
 
     def open(self, target: Target) -> OpenedWeights:
-        """Finds the weights and checks that they fit. Each process makes the call.
+        """Finds the weights and checks that they fit. Every process makes the call.
 
         Raises:
-          ConfigError: the weights cannot be read, or are those of another model.
+          ConfigError: the weights cannot be read, or belong to another model.
           CheckpointError: no checkpoint can be used.
         """
         ...
 
 
 def named_place(config: RunConfig | ConfigDict, key: str) -> str:
-    """Returns the value of a source's key; "" where it is not set."""
+    """Returns the value of a source's key; "" if it is not set."""
     try:
-        return operator.attrgetter(key)(config)
-    except AttributeError:  # a config file may leave out the group
+        place: str = operator.attrgetter(key)(config)
+    except AttributeError:  # a config file may lack the group
         return ""
+    return place

@@ -1,6 +1,6 @@
-"""The folder of a run: its lock, its config.json, and the check of a config on resume.
+"""The workdir of a run: its lock, its config.json, and the checks on resume.
 
-Somebody else may have written a config.json, or its copy in a checkpoint.
+A config.json, or its copy in a checkpoint, is untrusted: anybody may have written it.
 """
 
 import contextlib
@@ -31,14 +31,18 @@ LOCK = ".lock"
 SAMPLE = "sample.txt"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
-IDENTITY_KEY = "run"  # in run.json: the identity of the run, as in its checkpoints
+IDENTITY_KEY = "run"  # key of run.json: the identity of the run, as in its checkpoints
 
 
 def checkpoints_folder(folder: Path, config: RunConfig) -> Path:
-    """Finds the folder of the checkpoints of the run in `folder`.
+    """Finds the folder of a run's checkpoints.
+
+    Args:
+      folder: the workdir.
+      config: the run's config.
 
     Raises:
-      ConfigError: the name cannot be a folder of checkpoints.
+      ConfigError: the name is not valid for a folder of checkpoints.
     """
     chosen = config.checkpoint.folder
     fault = name_fault(chosen or folder)
@@ -48,7 +52,7 @@ def checkpoints_folder(folder: Path, config: RunConfig) -> Path:
 
 
 def name_fault(folder: Path | str) -> str:
-    """Formats the fault of a name for a folder of checkpoints; "" if there is none."""
+    """Explains why a name is not valid for a folder of checkpoints; "" if it is."""
     whole = str(folder)
     if "://" not in whole:
         whole = os.path.abspath(folder)
@@ -58,7 +62,7 @@ def name_fault(folder: Path | str) -> str:
 
 
 def own_identity(folder: Path) -> str | None:
-    """Reads the identity of the run in `folder` from its run.json, if it has one."""
+    """Reads the identity of a workdir's run from run.json; None if there is none."""
     with contextlib.suppress(OSError, untrusted.Malformed, KeyError):
         document = untrusted.read_json(folder / RUN, dict)
         return untrusted.of_kind(document[IDENTITY_KEY], str)
@@ -66,7 +70,11 @@ def own_identity(folder: Path) -> str | None:
 
 
 def open_checkpoints(folder: Path, config: RunConfig) -> CheckpointManager:
-    """Opens the checkpoints of the run in `folder`, to write.
+    """Opens the checkpoints of a run for writing.
+
+    Args:
+      folder: the workdir.
+      config: the run's config.
 
     Raises:
       ConfigError: they cannot be written, are in use, or belong to another run.
@@ -87,7 +95,7 @@ def open_checkpoints(folder: Path, config: RunConfig) -> CheckpointManager:
 
 @contextlib.contextmanager
 def workdir_lock(folder: Path) -> Iterator[None]:
-    """Creates the folder and holds its lock, so that one process runs in a workdir.
+    """Creates a workdir and holds its lock, so that only one run uses it.
 
     Raises:
       ConfigError: the folder cannot be written, or another process holds the lock.
@@ -102,7 +110,7 @@ def workdir_lock(folder: Path) -> Iterator[None]:
             ) from None
         except OSError as error:
             reason = error.strerror
-            for path in (*reversed(folder.parents), folder):
+            for path in [*reversed(folder.parents), folder]:
                 if path.is_symlink() and not path.exists():
                     reason = f"{path} is a symbolic link to nowhere"
             raise ConfigError(
@@ -112,7 +120,7 @@ def workdir_lock(folder: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all.
+    """Writes a text file atomically: completely or not at all.
 
     Raises:
       ConfigError: the file cannot be written.
@@ -126,7 +134,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Writes a document of a run, with its format, whole or not at all."""
+    """Writes a JSON file of a run atomically, with the version of its format.
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
     write_text(path, json.dumps(run_format.marked(document), indent=1) + "\n")
 
 
@@ -139,22 +151,22 @@ def read_config(
     """Reads the config that a run was started with.
 
     Args:
-      named: as of `registry.check_stored_target`.
-      trust_code: as of `registry.check_stored_target`.
+      folder: the workdir.
+      named: the model that the user trusts; see `registry.check_stored_target`.
+      trust_code: whether to trust any model; see `registry.check_stored_target`.
 
     Raises:
-      ConfigError: the folder has no run, or none that can be read, or a model whose
-        code is not trusted.
+      ConfigError: the folder has no readable run, or the model's code is not trusted.
     """
     stored = read_stored(folder / CONFIG)
     return resolve(stored, folder, named=named, trust_code=trust_code)
 
 
 def read_stored(file: Path) -> dict[str, Any]:
-    """Reads a config.json; executes nothing.
+    """Reads a config.json. No code that it names is executed.
 
     Raises:
-      ConfigError: the file is missing, damaged, or of another version.
+      ConfigError: the file is missing, is damaged, or has another version.
     """
     try:
         stored = untrusted.read_json(file, dict)
@@ -166,14 +178,15 @@ def read_stored(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file} is damaged ({error}); put it back, or delete it if --config is what it was"
         ) from error
-    return tupled(run_format.unmarked(stored, file.parent))
+    config: dict[str, Any] = tupled(run_format.unmarked(stored, file.parent))
+    return config
 
 
 def target_of(stored: Mapping[str, Any]) -> str:
     """Reads the model.target of a stored config.
 
     Raises:
-      ConfigError: the value is no text.
+      ConfigError: the value is not a text.
     """
     target = schema.flatten(stored).get("model.target", registry.DEFAULT_TARGET)
     if not isinstance(target, str):
@@ -188,16 +201,17 @@ def resolve(
     named: str | None = None,
     trust_code: bool | None = False,
 ) -> RunConfig:
-    """Makes the RunConfig of a stored config. All stored configs come through here.
+    """Converts a stored config to a RunConfig. Every stored config passes through here.
 
     Args:
       stored: the config.
-      folder: where it is stored.
-      named: as of `registry.check_stored_target`.
-      trust_code: as of `registry.check_stored_target`.
+      folder: the folder where it is stored.
+      named: the model that the user trusts; see `registry.check_stored_target`.
+      trust_code: whether to trust any model; see `registry.check_stored_target`.
 
     Raises:
-      ConfigError: unknown keys, wrong types, or a model whose code is not trusted.
+      ConfigError: keys are unknown, values have wrong types, or the model's code is not
+        trusted.
     """
     registry.check_stored_target(
         target_of(stored), folder, named=named, trust_code=trust_code
@@ -206,7 +220,7 @@ def resolve(
 
 
 def tupled(value: Any) -> Any:
-    """Converts the lists of a JSON document to tuples, as configs hold them."""
+    """Converts the lists of a JSON document to tuples, which configs use."""
     if isinstance(value, dict):
         return {key: tupled(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -218,10 +232,10 @@ def tupled(value: Any) -> Any:
 
 
 def refuse_other_version(folder: Path, config: RunConfig) -> None:
-    """Checks that no other version has written the workdir, or its checkpoints.
+    """Checks that no other version of jaxdist has written the workdir or checkpoints.
 
     Raises:
-      ConfigError: one has; nothing was changed there.
+      ConfigError: another version has. Nothing was changed.
     """
     run_format.check_folder(folder)
     try:
@@ -231,11 +245,15 @@ def refuse_other_version(folder: Path, config: RunConfig) -> None:
 
 
 def check_resume_config(folder: Path, run: RunConfig) -> None:
-    """Writes config.json, after checks for a run that resumes.
+    """Checks the config of a run that resumes, and writes config.json.
+
+    Args:
+      folder: the workdir.
+      run: the run's config.
 
     Raises:
-      ConfigError: a line for each changed key that would alter the losses; or the
-        checkpoints are another run's.
+      ConfigError: keys have changed that would alter the losses, with a line for each;
+        or the checkpoints belong to another run.
     """
     checkpoints = checkpoints_folder(folder, run)
     old = None
@@ -252,7 +270,7 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
             ) from error
         metadata = manifest.newest_metadata(checkpoints, owner)
         if old is not None and run_metadata.CONFIG not in metadata:
-            # No step is sound. The restore reports that, or fetches one.
+            # No checkpoint here is sound. The restore reports that, or downloads one.
             metadata |= stored_config(old)
         place = folder if checkpoints == folder / CHECKPOINTS else checkpoints
         check_stored_config(metadata, run, place)
@@ -267,33 +285,33 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
 
 
 def stored_config(run: RunConfig) -> dict[str, Any]:
-    """Makes the part of a checkpoint's metadata that holds the run's whole config."""
+    """Makes the entry of a checkpoint's metadata that has the run's config."""
     return {run_metadata.CONFIG: schema.to_config_dict(run).to_dict()}
 
 
 def check_stored_config(
     metadata: Mapping[str, Any], run: RunConfig, place: Path
 ) -> None:
-    """Checks that a config leaves the losses of a checkpoint's run as they are.
+    """Checks that a config does not alter the losses of a checkpoint's run.
 
-    An option that the model has gained since counts as stored with its default. All
-    other keys are stored in a config of this format, so that one without them is not
-    as it was written.
+    If the stored config lacks an option of the model, the option's default counts. If
+    it lacks another key, it is damaged, and the key counts as changed.
 
     Args:
-      metadata: of the checkpoint; {} if none is sound.
+      metadata: metadata of the checkpoint; {} if no checkpoint is sound.
       run: the config to resume with.
       place: the folder that errors name.
 
     Raises:
-      ConfigError: a line for each changed key that may not change on resume.
+      ConfigError: keys have changed that may not change on resume. It has a line for
+        each.
     """
     stored = metadata.get(run_metadata.CONFIG)
     if not isinstance(stored, dict):
         return
     at = f"@{metadata['progress']['step']}" if "progress" in metadata else ""
     fix = f"put it back, or branch with init.from_run={place}{at} in another --workdir"
-    # Without a warm-up of its own, a config has the one that the run began with.
+    # A config without warm-up steps uses those that the run began with.
     same_warmup: set[int | None] = {None}
     if run_metadata.SCHEDULE in metadata:
         same_warmup.add(run_metadata.schedule_of(metadata).warmup_steps)
@@ -314,7 +332,7 @@ def check_stored_config(
 
 
 def _with_new_options(stored: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
-    """Adds the defaults of the model's options that a stored config lacks, by path."""
+    """Flattens a stored config, and adds defaults of the model's missing options."""
     model = model_defaults(run.model["target"])
     model.pop("target")
     return schema.flatten({"model": model}) | schema.flatten(stored)
@@ -325,11 +343,10 @@ def _shown(value: object) -> str:
 
 
 def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:
-    """Checks that a run resumes with its own data.
+    """Checks that a run resumes with the data that it began with.
 
     Raises:
-      ConfigError: the data has changed, so that the run's position in it has no
-        meaning.
+      ConfigError: the data has changed, so the run's position in it is meaningless.
     """
     known = metadata["fingerprints"]["data"]
     if known != dataset.fingerprint:

@@ -236,8 +236,8 @@ def test_several_faults_are_said_at_once(capsys):
     )
     assert faults == [
         "--workdirs=x: no such flag; Did you mean --workdir? --help lists them",
-        "seed: got 'x', required int >= 0 and < 9223372036854775808. Meaning: of everything random: "
-        "init, data order, dropout.",
+        "seed: got 'x', required int >= 0 and < 9223372036854775808. Meaning: seed of everything "
+        "random: initial values, data order, dropout.",
         "tran.steps: no such field. Did you mean train.steps?",
     ]
     many = [
