@@ -31,7 +31,7 @@ from jaxdist.trainer import (
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     flags = _parser().parse_args(arguments)
-    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call] # jax is untyped here
+    jax.config.update("jax_platforms", "cpu")
     target = flags.target
     is_empty_folder = target.is_dir() and not any(target.iterdir())
     if target.exists() and not is_empty_folder:

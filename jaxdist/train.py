@@ -84,7 +84,7 @@ def _dry_run(config: RunConfig) -> None:
     _join()
     emulated = dry_run.missing_devices(config.mesh, os.environ)
     if emulated:
-        jax.config.update("jax_num_cpu_devices", emulated)  # type: ignore[no-untyped-call]  # jax is untyped
+        jax.config.update("jax_num_cpu_devices", emulated)
     dry_run.dry_run(_resolve_remat(config), jax.devices())
 
 

@@ -96,8 +96,8 @@ def _devices(count: int) -> Sequence[jax.Device]:
     )
     if platform == "cpu":
         with contextlib.suppress(RuntimeError):  # the backend is running already
-            jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call] # jax is untyped here
-            jax.config.update("jax_num_cpu_devices", count)  # type: ignore[no-untyped-call] # jax is untyped here
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", count)
             # XLA's threads: each collective blocks one thread per device, and several
             # collectives may be in flight.
             os.environ.setdefault("NPROC", str(4 * count))

@@ -56,7 +56,7 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> str | None:
 
 
 def _set_option(name: str, value: object) -> None:
-    jax.config.update(name, value)  # type: ignore[no-untyped-call]  # jax is untyped
+    jax.config.update(name, value)
 
 
 def skip_absent_tpu(environ: Mapping[str, str]) -> None:

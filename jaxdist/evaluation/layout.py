@@ -101,7 +101,7 @@ def weights_alone(state: State, *, modules: bool = True) -> State:
     if state.ema is None:
         return state._replace(opt_state=None)
     average = jax.tree.map(
-        lambda average, parameter: jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call] # jax is untyped here
+        lambda average, parameter: jax.ShapeDtypeStruct(
             average.shape, average.dtype, sharding=parameter.sharding
         ),
         state.ema,

@@ -94,7 +94,7 @@ class TokenGenerator:
             ):
                 return _generate(spec.assemble(*weights), *inputs, **sizes)
 
-        replicated = NamedSharding(mesh, P())  # type: ignore[no-untyped-call] # jax is untyped here
+        replicated = NamedSharding(mesh, P())
         self._run = jax.jit(
             run,
             static_argnames=("room", "capacity", "sampling"),

@@ -101,7 +101,7 @@ def build_scorer(
         with execution.activate(mesh, weight_rules, compute=compute):
             return _score(spec.assemble(*weights), inputs_BW, targets_BW)
 
-    replicated = NamedSharding(mesh, P())  # type: ignore[no-untyped-call] # jax is untyped here
+    replicated = NamedSharding(mesh, P())
     compiled = jax.jit(run, out_shardings=replicated)
 
     def score(

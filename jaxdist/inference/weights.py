@@ -71,7 +71,7 @@ def laid_out(
         # partitioner may gather the array before the cast, which is twice the bytes.
         for placement in (rules, gathered_rules):
             sharding = NamedSharding(mesh, placement.stored(names, x.shape))
-            x = jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call] # jax is untyped here
+            x = jax.lax.with_sharding_constraint(x, sharding)
         return x
 
     cast = jax.tree.map(gather, cast, spec.names)

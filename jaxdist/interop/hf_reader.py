@@ -235,7 +235,7 @@ class Tensors:
             block = self._read_shard(stored, part, offset, x, ranges)
             arrays += [jax.device_put(block, device) for device in devices]
             # The copies end here, so that the block is freed before the next one.
-            jax.block_until_ready(arrays)  # type: ignore[no-untyped-call] # jax is untyped here
+            jax.block_until_ready(arrays)
         return jax.make_array_from_single_device_arrays(x.shape, x.sharding, arrays)
 
     def _read_shard(

@@ -121,7 +121,7 @@ class CheckpointWeights:
         name = (self._parameters | self._model_state)[path]
         cpu = jax.local_devices(backend="cpu")[0]
         stored = self._arrays[name]
-        abstract = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call] # jax is untyped here
+        abstract = jax.ShapeDtypeStruct(
             stored.shape,
             stored.dtype,
             sharding=jax.sharding.SingleDeviceSharding(cpu),

@@ -84,7 +84,7 @@ class Folder:
         """
         sharding = jax.sharding.SingleDeviceSharding(device)
         parameters = {
-            path: jax.ShapeDtypeStruct(x.shape, self.dtype, sharding=sharding)  # type: ignore[no-untyped-call] # jax is untyped here
+            path: jax.ShapeDtypeStruct(x.shape, self.dtype, sharding=sharding)
             for path, x in trees.flatten_names(spec.trainable).items()
         }
         shapes = {path: x.shape for path, x in parameters.items()}

@@ -240,9 +240,7 @@ def shard_and_name(x: jax.Array, name: str, *dims: str | None) -> jax.Array:
       name: see `jax.ad_checkpoint.checkpoint_name`.
       *dims: logical names of the dims of x.
     """
-    named: jax.Array = checkpoint_name(  # type: ignore[no-untyped-call]  # jax is untyped
-        shard(x, *dims), name
-    )
+    named: jax.Array = checkpoint_name(shard(x, *dims), name)
     return named
 
 

@@ -91,7 +91,7 @@ def attention(
     run: Callable[[Request], jax.Array] = partial(form.run, backend)
     if backend.is_kernel or form.splits_sequence:
         run = _per_device(run, form, request)
-    out: jax.Array = checkpoint_name(run(request), OUT)  # type: ignore[no-untyped-call]  # jax is untyped
+    out: jax.Array = checkpoint_name(run(request), OUT)
     return out
 
 
@@ -147,7 +147,7 @@ def _per_device(
     kv_spec: Any = rules.activation(
         ("batch", sequence, "kv_heads", None), request.k.shape
     )
-    ids_spec: Any = P(q_spec[0], None)  # type: ignore[no-untyped-call]  # jax is untyped
+    ids_spec: Any = P(q_spec[0], None)
     specs = Request(
         q=q_spec, k=kv_spec, v=kv_spec, segment_ids=ids_spec, options=request.options
     )

@@ -114,8 +114,8 @@ _Residuals = tuple[Request, jax.Array, jax.Array]  # request, result, logsumexp
 def _forward(request: Request) -> tuple[jax.Array, _Residuals]:
     out, logsumexp = _attend(request)
     out_BSHN = _sequence_major(out, request.q.dtype)
-    out_BSHN = checkpoint_name(out_BSHN, RESIDUALS)  # type: ignore[no-untyped-call]  # jax is untyped
-    return out_BSHN, (request, out_BSHN, checkpoint_name(logsumexp, RESIDUALS))  # type: ignore[no-untyped-call]  # jax is untyped
+    out_BSHN = checkpoint_name(out_BSHN, RESIDUALS)
+    return out_BSHN, (request, out_BSHN, checkpoint_name(logsumexp, RESIDUALS))
 
 
 def _attend(request: Request) -> tuple[jax.Array, jax.Array]:

@@ -92,7 +92,7 @@ def written(
     if places_S is None:
         return _scatter(cached_LBSKN, new_BTKN, layer, positions_BT)
     kv = _kv_spec(cached_LBSKN[0])
-    specs = (P(None, *kv), P(kv[0], None, *kv[2:]), P(), P(kv[0], None), P(AXIS))  # type: ignore[no-untyped-call]  # jax is untyped
+    specs = (P(None, *kv), P(kv[0], None, *kv[2:]), P(), P(kv[0], None), P(AXIS))
     write = execution.per_device(_write_part, specs, specs[0])
     cache: jax.Array = write(cached_LBSKN, new_BTKN, layer, positions_BT, places_S)
     return cache
@@ -149,7 +149,7 @@ def written_prompt(
     if not split:
         return _write_first(cached_LBSKN, new_BPKN, layer)
     kv = _kv_spec(new_BPKN)
-    specs = (P(None, *kv), kv, P())  # type: ignore[no-untyped-call]  # jax is untyped
+    specs = (P(None, *kv), kv, P())
     write = execution.per_device(_write_first, specs, specs[0])
     cache: jax.Array = write(cached_LBSKN, new_BPKN, layer)
     return cache
@@ -213,12 +213,12 @@ def cached_attention(
         kv = _kv_spec(k_BSKN)
         # Query heads are split like their kv heads: reading the cache takes the time,
         # and each device reads only its own kv heads.
-        q_spec = P(kv[0], None, *kv[2:])  # type: ignore[no-untyped-call]  # jax is untyped
-        specs = (q_spec, kv, kv, P(kv[0], None), P(AXIS))  # type: ignore[no-untyped-call]  # jax is untyped
+        q_spec = P(kv[0], None, *kv[2:])
+        specs = (q_spec, kv, kv, P(kv[0], None), P(AXIS))
         attend = execution.per_device(
             partial(_attend_part, options=options),
             specs,
-            P(*q_spec[:3], None, None),  # type: ignore[no-untyped-call]  # jax is untyped
+            P(*q_spec[:3], None, None),
         )
         out = attend(q, k_BSKN, v_BSKN, q_positions_BT, places_S)
     return out.reshape(q_BTHN.shape).astype(q_BTHN.dtype)
@@ -257,11 +257,11 @@ def _attend_part(
     """Attends to this device's slots and sums over devices, [B, T, K, G, N] float32."""
     s = _logits(q_BTHN, k_BSKN, q_positions_BT, places_S, options)
     # A token sees at least itself, so the maximum over devices is not a masked logit.
-    peak = jax.lax.pmax(s.max(-1, keepdims=True), AXIS)  # type: ignore[no-untyped-call]  # jax is untyped
+    peak = jax.lax.pmax(s.max(-1, keepdims=True), AXIS)
     p = jnp.exp(s - peak)
     out = einsum("bkgts,bskn->btkgn", p.astype(v_BSKN.dtype), v_BSKN)
     total = jnp.moveaxis(p.sum(-1, keepdims=True), 3, 1)
-    sums: tuple[jax.Array, jax.Array] = jax.lax.psum((out, total), AXIS)  # type: ignore[no-untyped-call]  # jax is untyped
+    sums: tuple[jax.Array, jax.Array] = jax.lax.psum((out, total), AXIS)
     out, total = sums
     return out / total
 

@@ -83,12 +83,11 @@ class Form:
         if self.name == "heads":
             with jax.named_scope(TO_HEADS):
                 q, k, v = (
-                    jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True)  # type: ignore[no-untyped-call]  # jax is untyped
-                    for x in request.heads
+                    jax.lax.all_to_all(x, AXIS, 2, 1, tiled=True) for x in request.heads
                 )
             out = backend.run(request.with_heads(q, k, v))
             with jax.named_scope(FROM_HEADS):
-                result: jax.Array = jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)  # type: ignore[no-untyped-call]  # jax is untyped
+                result: jax.Array = jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)
                 return result
         if self.name == "ring":
             assert backend.pieces is not None
@@ -111,7 +110,7 @@ class Form:
 def _with_previous(k_BSKN: jax.Array, hops: int, size: int) -> jax.Array:
     """Joins the keys of the `hops` preceding devices with this device's own."""
     previous = [
-        jax.lax.ppermute(k_BSKN, AXIS, [(i, (i + hop) % size) for i in range(size)])  # type: ignore[no-untyped-call]  # jax is untyped
+        jax.lax.ppermute(k_BSKN, AXIS, [(i, (i + hop) % size) for i in range(size)])
         for hop in range(hops, 0, -1)
     ]
     return jnp.concatenate([*previous, k_BSKN], axis=1)
@@ -126,7 +125,7 @@ def _previous_ids(request: Request, hops: int, size: int) -> jax.Array:
     segment_ids_BS = request.segment_ids
     if segment_ids_BS is None:
         segment_ids_BS = jnp.zeros((rows, length * size), jnp.int32)
-    no_document = jnp.iinfo(jnp.int32).min  # type: ignore[no-untyped-call]  # jax is untyped
+    no_document = jnp.iinfo(jnp.int32).min
     padded = jnp.pad(
         segment_ids_BS, [(0, 0), (hops * length, 0)], constant_values=no_document
     )

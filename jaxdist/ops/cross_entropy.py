@@ -348,7 +348,7 @@ def _finish_gradients(
         # Without the barrier the scheduler puts the sum over devices last, and a whole
         # head stays in memory until then. SparseCores hide the sum this way, but
         # sequences that are too long for one device leave no memory for it.
-        barrier: tuple[jax.Array, jax.Array] = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]  # jax is untyped
+        barrier: tuple[jax.Array, jax.Array] = jax.lax.optimization_barrier(
             (dx, gradient)
         )
         return barrier
@@ -362,7 +362,7 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, None, None]:
     dx, dkernel = residuals
     scale = cotangents[0]  # the residuals contain the z term: see `cross_entropy`
-    if jnp.finfo(dx.dtype).maxexp < jnp.finfo(jnp.float32).maxexp:  # type: ignore[no-untyped-call]  # jax is untyped
+    if jnp.finfo(dx.dtype).maxexp < jnp.finfo(jnp.float32).maxexp:
         # A loss scale may exceed the range of this dtype, even if the scaled gradient
         # does not.
         scaled = (dx.astype(jnp.float32) * scale).astype(dx.dtype)
@@ -446,7 +446,7 @@ def _sum_batch_shards(
             dhead.sum(0) if options.group else dhead, options.names
         )
     rows = now.rules.activation(("tokens",), options.group)
-    spec = P(*rows, *now.rules.computed(options.names, dims))  # type: ignore[no-untyped-call]  # jax is untyped
+    spec = P(*rows, *now.rules.computed(options.names, dims))
     return sum_in_shards(
         lambda own_sum: own_sum[0],
         arrays=(dhead,),
@@ -650,13 +650,13 @@ def _sum_batch_shards_in_parts(dhead: jax.Array, options: LossOptions) -> jax.Ar
     def sum_locally(own_sum: jax.Array) -> jax.Array:
         total = own_sum[0]
         if scatter_axes:
-            total = jax.lax.psum_scatter(  # type: ignore[no-untyped-call]  # jax is untyped
+            total = jax.lax.psum_scatter(
                 total, scatter_axes, scatter_dimension=dim, tiled=True
             )
         other_axes = [axis for axis in axes if axis not in scatter_axes]
         if not other_axes:
             return total
-        reduced: jax.Array = jax.lax.psum(total, other_axes)  # type: ignore[no-untyped-call]  # jax is untyped
+        reduced: jax.Array = jax.lax.psum(total, other_axes)
         return reduced
 
     total = execution.per_device(sum_locally, rows, summed)(dhead)

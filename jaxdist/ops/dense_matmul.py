@@ -135,7 +135,7 @@ def _gradients(
             # and reduces later, and holds GiBs of gradients. Tensor shards get no
             # barrier: their gradients are small, and in a fixed order the compiler
             # recomputes less.
-            gradient, cotangents = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]  # jax is untyped
+            gradient, cotangents = jax.lax.optimization_barrier(
                 (gradient, tuple(cotangents))
             )
         gradients.append(gradient)
@@ -243,7 +243,7 @@ def _sum_rows_in_shards(
         ("batch", "sequence", *(None,) * lead)[:lead], x.shape[:lead]
     )
     computed = now.rules.computed(names, dims)
-    specs = (P(*rows, *computed[:contract]), P(*rows, *computed[contract:]))  # type: ignore[no-untyped-call]  # jax is untyped
+    specs = (P(*rows, *computed[:contract]), P(*rows, *computed[contract:]))
     return sum_in_shards(
         product, arrays=(x, dy), specs=specs, rows=rows, names=names, dims=dims
     )
@@ -307,7 +307,7 @@ def sum_in_shards(
         other_axes = [
             axis for axis in row_axes if not (shard_dims and axis in shard_axes)
         ]
-        return jax.lax.psum(total, other_axes) if other_axes else total  # type: ignore[no-untyped-call]  # jax is untyped
+        return jax.lax.psum(total, other_axes) if other_axes else total
 
     summed = execution.per_device(sum_locally, tuple(specs), out)
     gradient: jax.Array = summed(*arrays)
@@ -335,15 +335,15 @@ def _scatter_dim(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
         or rows % (parts * _SUBLANES)
         or columns % _LANES
     ):
-        part: jax.Array = jax.lax.psum_scatter(  # type: ignore[no-untyped-call]  # jax is untyped
+        part: jax.Array = jax.lax.psum_scatter(
             x, axes, scatter_dimension=dim, tiled=True
         )
         return part
     # Without the barrier the matmul would write tiles, at 1.5 times its cost.
-    x = jax.lax.optimization_barrier(jnp.moveaxis(x, dim, 0))  # type: ignore[no-untyped-call]  # jax is untyped
+    x = jax.lax.optimization_barrier(jnp.moveaxis(x, dim, 0))
     tiles = x.reshape(rows // _SUBLANES, _SUBLANES, columns // _LANES, _LANES)
     tiles = tiles.swapaxes(1, 2).reshape(-1, _LANES)
-    tiles = jax.lax.psum_scatter(tiles, axes, scatter_dimension=0, tiled=True)  # type: ignore[no-untyped-call]  # jax is untyped
+    tiles = jax.lax.psum_scatter(tiles, axes, scatter_dimension=0, tiled=True)
     tiles = tiles.reshape(-1, columns // _LANES, _SUBLANES, _LANES).swapaxes(1, 2)
     return jnp.moveaxis(tiles.reshape(rows // parts, columns), 0, dim)
 

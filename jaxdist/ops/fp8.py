@@ -147,7 +147,7 @@ def gather(
     )
     if now.mesh is not None and not tensorwise:
         spec = now.rules.computed(names[0], kernels[0].shape)
-        scale_spec = P(*(entry for i, entry in enumerate(spec) if i not in axes[0]))  # type: ignore[no-untyped-call]  # jax is untyped
+        scale_spec = P(*(entry for i, entry in enumerate(spec) if i not in axes[0]))
         inverse = now.constrain(inverse, scale_spec)
     codes = tuple(jax.lax.bitcast_convert_type(x, E4M3) for x in gathered)
     return Codes(codes, inverse)
@@ -217,7 +217,7 @@ def _forward(
         y = apply_scales(
             y, _expand(inverse, y.ndim, 0), _expand(inverse_N, y.ndim, last)
         )
-        y = checkpoint_name(y, FP8_PRODUCTS)  # type: ignore[no-untyped-call]  # jax is untyped
+        y = checkpoint_name(y, FP8_PRODUCTS)
         outputs.append(
             y.reshape(*x.shape[: x.ndim - contract], *kernel.shape[contract:])
         )

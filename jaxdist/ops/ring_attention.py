@@ -171,8 +171,8 @@ def _forward(request: Request, ring: Ring) -> tuple[jax.Array, _Residuals]:
 
     sums = _around(step, sums, keys, ring)
     out = _in_order([part.out.astype(request.q.dtype) for part in sums], ring)
-    out = checkpoint_name(out, RESIDUALS)  # type: ignore[no-untyped-call]  # jax is untyped
-    lse = checkpoint_name([part.lse for part in sums], RESIDUALS)  # type: ignore[no-untyped-call]  # jax is untyped
+    out = checkpoint_name(out, RESIDUALS)
+    lse = checkpoint_name([part.lse for part in sums], RESIDUALS)
     return out, (request, out, lse)
 
 
@@ -305,7 +305,7 @@ def _hop(tree: Tree, ring: Ring) -> Tree:
     """Fetches the arrays of the preceding device."""
     pairs = [(i, (i + 1) % ring.size) for i in range(ring.size)]
     with jax.named_scope(KEYS):
-        fetched: Tree = jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), tree)  # type: ignore[no-untyped-call]  # jax is untyped
+        fetched: Tree = jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), tree)
         return fetched
 
 
@@ -346,7 +346,7 @@ def _chunks(x: jax.Array, ring: Ring) -> list[jax.Array]:
         return [x]
     with jax.named_scope(CHUNKS):
         halves = [
-            jax.lax.ppermute(half, AXIS, _moves(ring, n))  # type: ignore[no-untyped-call]  # jax is untyped
+            jax.lax.ppermute(half, AXIS, _moves(ring, n))
             for n, half in enumerate(jnp.split(x, 2, axis=1))
         ]
     # First halves are the chunks of even number. The first chunk of device i is chunk i.
@@ -363,7 +363,7 @@ def _in_order(chunks: list[jax.Array], ring: Ring) -> jax.Array:
     back = [[(to, device) for device, to in _moves(ring, n)] for n in range(2)]
     with jax.named_scope(CHUNKS):
         halves = [
-            jax.lax.ppermute(half, AXIS, pairs)  # type: ignore[no-untyped-call]  # jax is untyped
+            jax.lax.ppermute(half, AXIS, pairs)
             for half, pairs in zip(halves, back, strict=True)
         ]
     return jnp.concatenate(halves, axis=1)

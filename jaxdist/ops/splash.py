@@ -208,8 +208,8 @@ def _long_forward(
     kernel = _skip_between_documents(kernel, segments)
     with _mask_scope(options):
         out, (lse,) = jax.vmap(kernel)(q_BHSN, k_BKSN, v_BKSN, segments)
-    out = checkpoint_name(out, RESIDUALS)  # type: ignore[no-untyped-call]  # jax is untyped
-    lse = checkpoint_name(lse, RESIDUALS)  # type: ignore[no-untyped-call]  # jax is untyped
+    out = checkpoint_name(out, RESIDUALS)
+    lse = checkpoint_name(lse, RESIDUALS)
     return out, (q_BHSN, k_BKSN, v_BKSN, segments, out, lse)
 
 

@@ -102,7 +102,7 @@ class Execution:
         # In a region the active mesh is the one that shard_map made; a bare spec refers
         # to it.
         sharding = spec if self.manual else NamedSharding(self.mesh, spec)
-        constrained: jax.Array = jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]  # jax is untyped
+        constrained: jax.Array = jax.lax.with_sharding_constraint(x, sharding)
         return constrained
 
     def lay_out(
@@ -233,7 +233,7 @@ def region_spec(x: jax.Array, names: Names, axes: Sequence[str]) -> P:
         as_entry(tuple(axis for axis in axes_in(entry) if axis in axes))
         for entry in stored
     ]
-    return P(*entries)  # type: ignore[no-untyped-call]  # jax is untyped
+    return P(*entries)
 
 
 @contextlib.contextmanager
@@ -247,7 +247,7 @@ def _enter(execution: Execution) -> Iterator[None]:
 
 def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
     """Sums x over manual axes, in its dtype (on CPU in float32)."""
-    total: jax.Array = jax.lax.psum(summable(x), axes)  # type: ignore[no-untyped-call]  # jax is untyped
+    total: jax.Array = jax.lax.psum(summable(x), axes)
     return total.astype(x.dtype)
 
 

@@ -32,7 +32,7 @@ def state_specs(
         path: x.shape
         for path, x in jax.tree_util.tree_leaves_with_path(abstract_opt_state)
     }
-    whole = PartitionSpec()  # type: ignore[no-untyped-call]  # jax is untyped
+    whole = PartitionSpec()
     owners = {
         path: (leaf.shape, spec)
         for (path, leaf), spec in zip(leaves, specs, strict=True)
@@ -63,7 +63,7 @@ def state_specs(
         if missing is None:
             return whole
         entries = tuple(spec) + (None,) * (len(shape) - len(spec))
-        return PartitionSpec(*entries[:missing], *entries[missing + 1 :])  # type: ignore[no-untyped-call]  # jax is untyped
+        return PartitionSpec(*entries[:missing], *entries[missing + 1 :])
 
     return jax.tree_util.tree_map_with_path(spec_of, abstract_opt_state)
 

@@ -218,7 +218,7 @@ def _with_named_input(block: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a block so that policies can refer to its input by name."""
 
     def name(leaf: jax.Array) -> jax.Array:
-        named: jax.Array = checkpoint_name(leaf, INPUT)  # type: ignore[no-untyped-call]  # jax is untyped
+        named: jax.Array = checkpoint_name(leaf, INPUT)
         return named
 
     def named_block(parameters: Any, x: Any, *more: Any) -> Any:

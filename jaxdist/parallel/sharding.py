@@ -117,7 +117,7 @@ class Rules:
             self._entry(axes.get(name, ()), dim, partly=True)
             for name, dim in zip(names, dims, strict=True)
         ]
-        return P(*entries)  # type: ignore[no-untyped-call]  # jax is untyped
+        return P(*entries)
 
     def _entry(
         self, axes: Sequence[str], dim: int, *, partly: bool = False
@@ -162,7 +162,7 @@ class Rules:
             dim = self._fsdp_dim(names, dims, spec, self._size(axes))
             if dim is not None:
                 spec[dim] = as_entry(axes)
-        return P(*spec)  # type: ignore[no-untyped-call]  # jax is untyped
+        return P(*spec)
 
     def shard_axes(self, names: Names) -> tuple[str, ...]:
         """Lists the axes in use that split a stored parameter.

@@ -56,7 +56,7 @@ def _target(text: str) -> Target:
 
 def leave_accelerators_alone() -> None:
     """Keeps this process from opening this machine's accelerators."""
-    jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call] # jax is untyped here
+    jax.config.update("jax_platforms", "cpu")
 
 
 def read_info(folder: Path) -> dict[str, Any]:

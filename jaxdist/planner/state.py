@@ -134,7 +134,7 @@ def shard_size(rules: Rules, sharding: P, dims: Sequence[int]) -> int:
 
 def abstract_array(dims: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
     """Makes the shape of an array without its values."""
-    return jax.ShapeDtypeStruct(dims, dtype)  # type: ignore[no-untyped-call] # jax is untyped here
+    return jax.ShapeDtypeStruct(dims, dtype)
 
 
 # cached by content, because a search needs each of them some thousand times

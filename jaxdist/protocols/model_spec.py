@@ -74,9 +74,9 @@ class ModelSpec:
             parts.append(_reseed(self.streams, key))
         model: Any = nnx.merge(self.graph, *map(nnx.State, parts))
         if key is None:
-            nnx.Module.eval(model)  # type: ignore[no-untyped-call]  # flax is untyped
+            nnx.Module.eval(model)
         else:
-            nnx.Module.train(model)  # type: ignore[no-untyped-call]  # flax is untyped
+            nnx.Module.train(model)
         return model
 
     def init_params(
@@ -92,7 +92,7 @@ class ModelSpec:
         Returns:
           (trainable, model state, frozen).
         """
-        with nnx.use_eager_sharding(False):  # type: ignore[no-untyped-call]  # flax is untyped
+        with nnx.use_eager_sharding(False):
             model = _build(self.build, nnx.Rngs(key))
             for path, value in (given or {}).items():
                 names = path.split(trees.SEPARATOR)
@@ -349,7 +349,7 @@ def _abstract_model(build: Callable[[nnx.Rngs], nnx.Module]) -> nnx.Module:
     Raises:
       ConfigError: it cannot be built.
     """
-    with nnx.use_eager_sharding(False):  # type: ignore[no-untyped-call]  # flax is untyped
+    with nnx.use_eager_sharding(False):
         try:
             return nnx.eval_shape(lambda: _build(build, nnx.Rngs(0)))
         except ConfigError:

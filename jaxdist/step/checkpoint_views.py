@@ -103,7 +103,7 @@ def build_views(
             return sharding
         layers_axis = "pipeline" if flat.shape[0] % stages == 0 else None
         # The staged array has two more dims for its layers.
-        spec = P(layers_axis, *sharding.spec[3:])  # type: ignore[no-untyped-call]  # jax is untyped
+        spec = P(layers_axis, *sharding.spec[3:])
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
     flat_shardings = jax.tree.map(flat_sharding, shapes, abstract, shardings)
@@ -170,4 +170,4 @@ def with_sharding(
     x: jax.ShapeDtypeStruct, sharding: NamedSharding
 ) -> jax.ShapeDtypeStruct:
     """Returns an abstract array with a sharding."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # type: ignore[no-untyped-call]  # jax is untyped
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -145,7 +145,7 @@ def state_shardings(
     def specs(tree: Tree, names: Tree, spec_of: Callable[..., P]) -> Tree:
         return jax.tree.map(lambda x, dims: spec_of(dims, x.shape), tree, names)
 
-    whole = jax.tree.map(lambda _: P(), abstract)  # type: ignore[no-untyped-call]  # jax is untyped
+    whole = jax.tree.map(lambda _: P(), abstract)
     moments = specs(spec.trainable, spec.names, rules.state)
     optimizer = state_specs(abstract.opt_state.optimizer, spec.trainable, moments)
     state = whole._replace(

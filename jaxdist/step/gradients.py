@@ -174,7 +174,7 @@ def _gather_edges(tree: Tree) -> Tree:
     `jaxdist.ops` need no index, so models built of them are not gathered.
     """
     now = execution.current()
-    whole = P()  # type: ignore[no-untyped-call]  # jax is untyped
+    whole = P()
     return {
         name: part
         if name in STACKED
@@ -246,8 +246,8 @@ def sum_gradients(
     gradients, loss = execution.region(
         lambda *arrays: _summed(all_parts(*arrays), names.trained, once),
         axes,
-        in_specs=(specs, P(once), P(), P()),  # type: ignore[no-untyped-call]  # jax is untyped
-        out_specs=(specs.trained, P()),  # type: ignore[no-untyped-call]  # jax is untyped
+        in_specs=(specs, P(once), P(), P()),
+        out_specs=(specs.trained, P()),
     )(params, batch, key, scale)
     gradients = loss_scale.unscaled(_shard_gradients(gradients, names.trained), scale)
     return Sums(gradients, loss, state.model_state)
@@ -295,7 +295,7 @@ def _summed(sums: Sums, names: Tree, axes: tuple[str, ...]) -> tuple[Tree, Loss]
         sent = gradient.astype(reduction.sent_dtype(dim_names, gradient.shape, reduce))
         return execution.sum_over(sent, axes).astype(jnp.float32)
 
-    return jax.tree.map(total, sums.gradients, names), jax.lax.psum(sums.loss, axes)  # type: ignore[no-untyped-call]  # jax is untyped
+    return jax.tree.map(total, sums.gradients, names), jax.lax.psum(sums.loss, axes)
 
 
 def _shard_gradients(gradients: Tree, names: Tree) -> Tree:

@@ -69,7 +69,7 @@ class LayerwiseUpdate:
         for part in self.parts:
             # The barrier orders the parts. Without it, the moments of several parts may
             # be on the device at once.
-            part_gradients, done = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]  # jax is untyped
+            part_gradients, done = jax.lax.optimization_barrier(
                 ({name: all_gradients[name] for name in part.names}, done)
             )
             after.params.update(done)

@@ -149,7 +149,7 @@ def _trace(spec: ModelSpec, batch: Batch) -> tuple[list[str], list[str]]:
         return spec.arrays_of(model), loss
 
     parts = (spec.trainable, spec.model_state, spec.frozen)
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}  # type: ignore[no-untyped-call]  # jax is untyped
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
     jaxpr = jax.make_jaxpr(run)(
         parts, shapes, jax.eval_shape(lambda: jax.random.key(0))
     ).jaxpr

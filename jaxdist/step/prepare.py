@@ -89,7 +89,7 @@ def build_prepare(
         if len(extended) == len(batch):
             return policy, batch
         extended = _shard_fields(extended)
-        policy, extended = jax.lax.optimization_barrier((policy, extended))  # type: ignore[no-untyped-call]  # jax is untyped
+        policy, extended = jax.lax.optimization_barrier((policy, extended))
         return policy, extended
 
     return prepare
@@ -105,7 +105,7 @@ def abstract_batch(spec: ModelSpec, batch: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ConfigError: the fields do not fit the batch.
     """
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}  # type: ignore[no-untyped-call]  # jax is untyped
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
 
     def fields(arrays: Mapping[str, Tree], batch: Batch) -> Terms:
         modules = {
@@ -179,7 +179,7 @@ def _policy_outputs(spec: ModelSpec, batch: Batch) -> tuple[Terms, Terms]:
         return aux, as_terms(model.token_terms(x, batch), batch)
 
     parts = (spec.trainable, spec.model_state, spec.frozen)
-    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}  # type: ignore[no-untyped-call]  # jax is untyped
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
     with execution.activate():
         described: tuple[Terms, Terms] = jax.eval_shape(outputs, parts, shapes)
     return described

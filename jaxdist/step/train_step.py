@@ -148,7 +148,7 @@ def build_train_step(
     limited_step: _Step = step
     if config.max_traces is not None:
         limited_step = _limit_traces(step, config.max_traces)
-    replicated = NamedSharding(mesh, P())  # type: ignore[no-untyped-call]  # jax is untyped
+    replicated = NamedSharding(mesh, P())
     # `init` runs once. On CPUs, full optimization of the random generators takes most
     # of a short start. Level 1 takes a quarter of the time and gives the same bits.
     on_cpu = mesh.devices.flat[0].platform == "cpu"

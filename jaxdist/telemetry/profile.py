@@ -89,14 +89,14 @@ class ProfileWindow:
         if not self._is_running:
             return None
         self._is_running = False
-        jax.profiler.stop_trace()  # type: ignore[no-untyped-call]  # jax is untyped
+        jax.profiler.stop_trace()
         ops = top_ops(self._folder)
         _write_table(self._folder, ops)
         return ops
 
 
 def _wait(outputs: object) -> None:
-    jax.block_until_ready(outputs)  # type: ignore[no-untyped-call]  # jax is untyped
+    jax.block_until_ready(outputs)
 
 
 def top_ops(folder: Path) -> list[OpTime]:

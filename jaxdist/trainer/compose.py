@@ -98,7 +98,7 @@ def batch_shapes(
         size = run.batch.global_size
     samples = sample_shapes(run.data, run.batch.sequence_length)
     return {
-        name: jax.ShapeDtypeStruct((size, *dims), dtype)  # type: ignore[no-untyped-call]  # jax is untyped
+        name: jax.ShapeDtypeStruct((size, *dims), dtype)
         for name, (dims, dtype) in samples.items()
     }
 
@@ -190,7 +190,7 @@ class Composition:
         params = self.config.precision.params
         parameters = {}
         for path, (x, names) in self.staged_spec.all_parameters().items():
-            stored = jax.ShapeDtypeStruct(x.shape, stored_dtype(x, params))  # type: ignore[no-untyped-call]  # jax is untyped
+            stored = jax.ShapeDtypeStruct(x.shape, stored_dtype(x, params))
             parameters[path] = (stored, names)
         return place(parameters, self.rules)
 

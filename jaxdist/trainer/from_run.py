@@ -157,7 +157,7 @@ class Match(NamedTuple):
           stored: the arrays of the checkpoint, by name.
         """
         abstract = {
-            name: jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]  # jax is untyped
+            name: jax.ShapeDtypeStruct(
                 stored[name].shape, stored[name].dtype, sharding=x.sharding
             )
             for name, x in self.arrays.items()

@@ -64,7 +64,7 @@ def builder(model: Model) -> tuple[Build, dict[str, np.ndarray] | None]:
 def _builder_of_module(model: nnx.Module) -> tuple[Build, dict[str, np.ndarray]]:
     graph, *states = nnx.split(model, nnx.RngState, nnx.Variable, ...)
     streams, arrays, others = states
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)  # type: ignore[no-untyped-call]  # jax is untyped
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
     values = {
         "/".join(map(str, path)): np.asarray(x.get_value())
         for path, x in nnx.to_flat_state(arrays)

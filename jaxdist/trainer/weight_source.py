@@ -83,7 +83,7 @@ class Target:
             names = (path, f"{path}/base", f"{path}/codes")
             sharding = next(stored[name].sharding for name in names if name in stored)
             dtype = stored_dtype(x, self.config.precision.params)
-            parameters[path] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]  # jax is untyped
+            parameters[path] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
         return parameters
 
     @functools.cached_property
@@ -114,7 +114,7 @@ class Target:
         stored = trees.flatten_names(self.abstract.frozen)
         shardings = tuple(stored[f"{path}/{part}"].sharding for part in adapted.parts)
         convert = jax.jit(adapted.form.store, out_shardings=shardings)
-        return jax.block_until_ready(convert(kernel))  # type: ignore[no-untyped-call]  # jax is untyped
+        return jax.block_until_ready(convert(kernel))
 
 
 class WeightSource(Protocol):

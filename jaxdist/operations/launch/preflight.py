@@ -224,15 +224,15 @@ def reduces_of(
     """
     mesh = Mesh(np.asarray(groups), ("group", "member"))
     n = len(groups[0])
-    spec = P(("group", "member"))  # type: ignore[no-untyped-call]  # jax is untyped
-    array = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]  # jax is untyped
+    spec = P(("group", "member"))
+    array = jax.ShapeDtypeStruct(
         (len(groups) * n, num_bytes // 4),
         jnp.float32,
         sharding=NamedSharding(mesh, spec),
     )
 
     def reduce_once(_: int, x: jax.Array) -> jax.Array:
-        total: jax.Array = lax.psum(x, "member")  # type: ignore[no-untyped-call]  # jax is untyped
+        total: jax.Array = lax.psum(x, "member")
         return total / n
 
     def mean(x: jax.Array) -> jax.Array:

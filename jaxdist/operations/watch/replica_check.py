@@ -143,8 +143,8 @@ def _sum_program(*shardings: NamedSharding) -> Callable[..., jax.Array]:
         local_sums,
         mesh=mesh,
         in_specs=tuple(sharding.spec for sharding in shardings),
-        out_specs=P(mesh.axis_names),  # type: ignore[no-untyped-call]  # jax is untyped
+        out_specs=P(mesh.axis_names),
         check_vma=False,
     )
-    whole = NamedSharding(mesh, P())  # type: ignore[no-untyped-call]  # jax is untyped
+    whole = NamedSharding(mesh, P())
     return jax.jit(by_device, out_shardings=whole)

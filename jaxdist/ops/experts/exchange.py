@@ -176,7 +176,7 @@ def _sum_over_group(x: jax.Array, exchange: Exchange) -> jax.Array:
         return execution.sum_over(x, exchange.axis)
     wide = execution.summable(x)
     with jax.named_scope(FROM_EXPERTS):
-        part: jax.Array = jax.lax.psum_scatter(wide, exchange.axis, tiled=True)  # type: ignore[no-untyped-call]  # jax is untyped
+        part: jax.Array = jax.lax.psum_scatter(wide, exchange.axis, tiled=True)
         return part.astype(x.dtype)
 
 
@@ -187,7 +187,7 @@ def _group_sizes(tokens: Tokens, exchange: Exchange) -> jax.Array:
         return sizes_E
     e = exchange.own_experts
     if exchange.split_tokens:
-        sizes_E = jax.lax.psum(sizes_E, exchange.axis)  # type: ignore[no-untyped-call]  # jax is untyped
+        sizes_E = jax.lax.psum(sizes_E, exchange.axis)
     first = jax.lax.axis_index(exchange.axis) * e
     return jax.lax.dynamic_slice_in_dim(sizes_E, first, e)
 
@@ -352,7 +352,7 @@ def _routes(tokens: Tokens, exchange: Exchange) -> _Routes:
     sizes_E = tokens.sizes_E
     sent = sizes_E.reshape(n, e).sum(1)
     first = jnp.cumsum(sent) - sent
-    received = jax.lax.all_to_all(sizes_E, exchange.axis, 0, 0, tiled=True)  # type: ignore[no-untyped-call]  # jax is untyped
+    received = jax.lax.all_to_all(sizes_E, exchange.axis, 0, 0, tiled=True)
     received = received.reshape(n, e)
     has_no_expert = ids_Tk >= exchange.experts
     owner = jnp.where(has_no_expert, 0, ids_Tk // e)
@@ -361,7 +361,7 @@ def _routes(tokens: Tokens, exchange: Exchange) -> _Routes:
     first_of_owner = jnp.where(is_owner, first.reshape(1, 1, -1), 0).sum(-1)
     # All devices of the mesh have the same number of rounds: loops of unequal length
     # could wait for one another.
-    rounds = jax.lax.pmax((sent.max() + C - 1) // C, exchange.mesh_axes)  # type: ignore[no-untyped-call]  # jax is untyped
+    rounds = jax.lax.pmax((sent.max() + C - 1) // C, exchange.mesh_axes)
     row = jnp.where(has_no_expert, -1, slots - first_of_owner)
     return _Routes(
         first=first,
@@ -417,7 +417,7 @@ def _round(
 def _swap(rows: jax.Array, exchange: Exchange, name: str) -> jax.Array:
     """Swaps rows [n C, ...]: each device gets the C rows that each other has for it."""
     with jax.named_scope(name):
-        swapped: jax.Array = jax.lax.all_to_all(rows, exchange.axis, 0, 0, tiled=True)  # type: ignore[no-untyped-call]  # jax is untyped
+        swapped: jax.Array = jax.lax.all_to_all(rows, exchange.axis, 0, 0, tiled=True)
         return swapped
 
 

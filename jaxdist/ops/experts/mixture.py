@@ -267,14 +267,14 @@ class _Placement:
         axes = self.token_axes
         if axis and axis not in axes:
             axes = (*axes, axis)
-        return P(axes)  # type: ignore[no-untyped-call]  # jax is untyped
+        return P(axes)
 
     @property
     def products(self) -> tuple[P, ...]:
         """Specs of the products that each device keeps of its own rows."""
         if not self.static.keeps_products:
             return ()
-        return tuple(P(self.order[0], kernel[2]) for kernel in self.kernels.inputs)  # type: ignore[no-untyped-call]  # jax is untyped
+        return tuple(P(self.order[0], kernel[2]) for kernel in self.kernels.inputs)
 
 
 def _place(x: jax.Array, k: int, kernels: Kernels, options: _Options) -> _Placement:
@@ -374,7 +374,7 @@ def _specs(
 
 
 def _pad_spec(spec: P, rank: int) -> P:
-    return P(*spec, *(None,) * (rank - len(spec)))  # type: ignore[no-untyped-call]  # jax is untyped
+    return P(*spec, *(None,) * (rank - len(spec)))
 
 
 def _round_up(rows: float) -> int:
@@ -445,19 +445,19 @@ def _forward(
             length=x.shape[1],
         ),
         (token_spec, place.tokens, place.tokens),
-        (place.order, P()),  # type: ignore[no-untyped-call]  # jax is untyped
+        (place.order, P()),
     )
     order, counts = sort(ids, valid, counted)
-    order = checkpoint_name(order, EXPERT_ORDER)  # type: ignore[no-untyped-call]  # jax is untyped
+    order = checkpoint_name(order, EXPERT_ORDER)
     compute = execution.per_device(
         partial(_local_forward, place=place),
         (token_spec, token_spec, place.order, place.kernels),
-        (token_spec, P(), place.products),  # type: ignore[no-untyped-call]  # jax is untyped
+        (token_spec, P(), place.products),
     )
     out, trips, products = compute(
         x, weights, order, _gather_kernels(turned, options.names, x.dtype)
     )
-    products = checkpoint_name(products, EXPERT_PRODUCTS)  # type: ignore[no-untyped-call]  # jax is untyped
+    products = checkpoint_name(products, EXPERT_PRODUCTS)
     return (out, Stats(*counts, *trips)), (x, weights, order, products, kernels)
 
 
@@ -618,7 +618,7 @@ def _sum_or_scatter(gradient: jax.Array, spec: P, axes: Sequence[str]) -> jax.Ar
     shards = [dim for dim, entry in enumerate(spec) if "fsdp" in axes_in(entry)]
     if shards and "fsdp" in axes:
         wide = execution.summable(gradient)
-        part = jax.lax.psum_scatter(  # type: ignore[no-untyped-call]  # jax is untyped
+        part = jax.lax.psum_scatter(
             wide, "fsdp", scatter_dimension=shards[0], tiled=True
         )
         gradient = part.astype(gradient.dtype)

@@ -380,7 +380,7 @@ def hidden_gradients(
         )
 
     block = pl.BlockSpec((rows, width), lambda i, j: (i, j))
-    like = jax.ShapeDtypeStruct(dh.shape, dh.dtype)  # type: ignore[no-untyped-call]  # jax is untyped
+    like = jax.ShapeDtypeStruct(dh.shape, dh.dtype)
     *dproducts, weighted, dweights = pl.pallas_call(
         kernel,
         grid=(R // rows, F // width),
@@ -391,7 +391,7 @@ def hidden_gradients(
             block,
             pl.BlockSpec((rows, LANES), lambda i, j: (i, 0)),
         ],
-        out_shape=[like, like, like, jax.ShapeDtypeStruct((R, LANES), jnp.float32)],  # type: ignore[no-untyped-call]  # jax is untyped
+        out_shape=[like, like, like, jax.ShapeDtypeStruct((R, LANES), jnp.float32)],
         input_output_aliases={1: 0, 2: 1, 3: 2},
         name=NAME,
         interpret=interpret,

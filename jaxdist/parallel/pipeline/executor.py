@@ -96,8 +96,8 @@ def pipeline_sums(
         specs = jax.tree.map(
             partial(execution.region_spec, axes=(AXIS,)), params, names
         )
-        in_specs = (specs, P(), P(), P())  # type: ignore[no-untyped-call]  # jax is untyped
-        out_specs = (specs.trained if backward else P(), P())  # type: ignore[no-untyped-call]  # jax is untyped
+        in_specs = (specs, P(), P(), P())
+        out_specs = (specs.trained if backward else P(), P())
         run = execution.region(run, (AXIS,), in_specs=in_specs, out_specs=out_specs)
     return run(params, batch, key, scale)
 
@@ -360,7 +360,7 @@ class _Ticks(Stage):
         """Sends x to the stage that is `by` places further on the ring."""
         stages = self.cut.stages
         ring = [(stage, (stage + by) % stages) for stage in range(stages)]
-        return self.residual(jax.lax.ppermute(x, AXIS, ring))  # type: ignore[no-untyped-call]  # jax is untyped
+        return self.residual(jax.lax.ppermute(x, AXIS, ring))
 
     def _add_chunk(self, sums: Tree, dchunk: Tree, row: Row) -> Tree:
         """Adds the gradients of a chunk to the sums."""
@@ -416,7 +416,7 @@ class _Ticks(Stage):
 
 
 def _sum_over_stages(tree: Value) -> Value:
-    total: Value = jax.lax.psum(tree, AXIS)  # type: ignore[no-untyped-call]  # jax is untyped
+    total: Value = jax.lax.psum(tree, AXIS)
     return total
 
 
@@ -440,7 +440,7 @@ def _barrier_tick(parameters: Tree, microbatch: jax.Array) -> tuple[Tree, jax.Ar
     gathered parameters are in memory, once per loop. On CPU these gathers run at the
     same time as the loop, whose collectives may find no free thread: a deadlock.
     """
-    barred: tuple[Tree, jax.Array] = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]  # jax is untyped
+    barred: tuple[Tree, jax.Array] = jax.lax.optimization_barrier(
         (parameters, microbatch)
     )
     return barred
