@@ -68,7 +68,9 @@ def test_gradients_reach_every_parameter(name):
         if name == "gpt2" and "key_bias" in jax.tree_util.keystr(path):
             assert size < 1e-4
         else:
-            assert np.isfinite(size) and size > 1e-6, jax.tree_util.keystr(path)
+            name = jax.tree_util.keystr(path)
+            assert np.isfinite(size), name
+            assert size > 1e-6, name
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma-like"])
