@@ -223,7 +223,8 @@ def uncached(tmp_path_factory) -> tuple[str, Path]:
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0 and "# done" in done.stderr, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "# done" in done.stderr
     return done.stderr, folder
 
 

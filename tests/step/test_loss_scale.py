@@ -184,7 +184,8 @@ def assert_scale_changes_nothing(
         plainly = after._replace(opt_state=after.opt_state._replace(loss_scale=None))
         if not update:  # then of the program with a scale itself: the same for each
             state, metrics, update = plainly, figures, True
-        assert bitwise_equal(figures, metrics) and bitwise_equal(plainly, state), power
+        assert bitwise_equal(figures, metrics), power
+        assert bitwise_equal(plainly, state), power
         assert after.opt_state.loss_scale == (2.0**power, 1, 0)
 
 

@@ -164,16 +164,14 @@ def test_without_a_usable_checkpoint_a_run_does_not_begin_anew(straight, tmp_pat
     done = subprocess.run(
         command(workdir), env=environment(1), capture_output=True, text=True
     )
-    assert done.returncode == 77 and "no usable checkpoint" in done.stderr, done.stderr[
-        -2000:
-    ]
+    assert done.returncode == 77, done.stderr[-2000:]
+    assert "no usable checkpoint" in done.stderr
     shutil.rmtree(workdir / "checkpoints")  # or a disk that is not mounted
     done = subprocess.run(
         command(workdir), env=environment(1), capture_output=True, text=True
     )
-    assert done.returncode == 77 and "is it mounted?" in done.stderr, done.stderr[
-        -2000:
-    ]
+    assert done.returncode == 77, done.stderr[-2000:]
+    assert "is it mounted?" in done.stderr
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
@@ -191,7 +189,8 @@ def test_a_log_on_a_full_disk_does_not_stop_a_run(tmp_path):
             stderr=subprocess.PIPE,
             text=True,
         )
-    assert done.returncode == 0 and last_step(tmp_path) == 5, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert last_step(tmp_path) == 5
 
 
 def test_changed_data_is_refused_on_resume(tmp_path):
@@ -216,6 +215,5 @@ def test_changed_data_is_refused_on_resume(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 78 and "the data has changed" in done.stderr, done.stderr[
-        -2000:
-    ]
+    assert done.returncode == 78, done.stderr[-2000:]
+    assert "the data has changed" in done.stderr
