@@ -738,7 +738,7 @@ finally:
         old="self._steps >= self._stop_at",
         new="False",
         tests=(
-            "operations/test_processes.py::test_a_users_own_handler_is_called_and_put_back",
+            "trainer/test_processes.py::test_a_users_own_handler_is_called_and_put_back",
         ),
     ),
     Fault(
@@ -748,7 +748,7 @@ finally:
         old="max(answers.values()) + 1",
         new="self._steps + 1",
         tests=(
-            "operations/test_processes.py::test_processes_stop_at_the_same_step_whatever_their_pace",
+            "trainer/test_processes.py::test_processes_stop_at_the_same_step_whatever_their_pace",
         ),
     ),
     Fault(
@@ -1253,7 +1253,7 @@ if normalise:
         function="AttentionCost.fused_flops",
         old='convention == "causal"',
         new='convention == "full"',
-        tests=("telemetry/test_model_flops.py::test_the_config_s_hook_is_the_formula",),
+        tests=("trainer/test_model_flops.py::test_the_config_s_hook_is_the_formula",),
     ),
     Fault(
         name="mfu_is_the_full_one",
