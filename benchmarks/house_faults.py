@@ -1391,7 +1391,7 @@ if normalise:
         new="True",
         tests=(
             "operations/test_supervisor.py::"
-            "test_capacity_must_last_and_growths_keep_their_distance",
+            "test_growth_is_due_once_capacity_has_lasted",
         ),
     ),
     Fault(
