@@ -1083,7 +1083,10 @@ return total._replace(loss=total.loss._replace(count=sums.loss.count)), None
         function="PackedDocuments.read",
         old="positions = count_up(length) * used",
         new="positions = np.arange(len(segments)) % self._length_S * used",
-        tests=("data/test_dataset.py::test_packing_never_crosses_a_border",),
+        tests=(
+            "data/test_dataset.py::"
+            "test_packing_numbers_documents_of_a_row_and_their_positions",
+        ),
     ),
     Fault(
         name="one_segment_a_row",
@@ -1091,7 +1094,10 @@ return total._replace(loss=total.loss._replace(count=sums.loss.count)), None
         function="PackedDocuments.read",
         old="np.where(owner < 0, 0, rank + 1)",
         new="np.where(owner < 0, 0, 1)",
-        tests=("data/test_dataset.py::test_packing_never_crosses_a_border",),
+        tests=(
+            "data/test_dataset.py::"
+            "test_packing_numbers_documents_of_a_row_and_their_positions",
+        ),
     ),
     Fault(
         name="each_process_begins_at_its_own_sample",
