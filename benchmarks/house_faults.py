@@ -498,7 +498,10 @@ FAULTS = (
         function="FailableBarrier.wait",
         old='self._wait_for(f"{place}/{number}", deadline)',
         new="None",
-        tests=("distributed/test_coordination.py::test_three_processes_agree",),
+        tests=(
+            "distributed/test_coordination.py::"
+            "test_who_waits_at_a_barrier_hears_why_another_failed",
+        ),
     ),
     Fault(
         name="file_not_synced",
@@ -1358,7 +1361,10 @@ if normalise:
         function="raise_on_all",
         old="raise _of_peer(min(errors), errors[min(errors)])",
         new="pass",
-        tests=("distributed/test_coordination.py::test_three_processes_agree",),
+        tests=(
+            "distributed/test_coordination.py::"
+            "test_a_config_error_of_one_process_is_raised_on_all",
+        ),
     ),
     Fault(
         name="broadcast_keeps_its_own",
@@ -1367,7 +1373,10 @@ if normalise:
         module="coordination",
         old="return json.loads(client.blocking_key_value_get(key, 1000 * _FOREVER_S))",
         new="return value",
-        tests=("distributed/test_coordination.py::test_three_processes_agree",),
+        tests=(
+            "distributed/test_coordination.py::"
+            "test_a_broadcast_gives_all_the_value_of_the_first",
+        ),
     ),
     # Operations.
     Fault(
