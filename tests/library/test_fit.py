@@ -531,11 +531,34 @@ def launched_script(tmp_path):
     return launch
 
 
-def test_a_script_joins_its_processes_and_ends_as_train_does(launched_script, tmp_path):
-    done, _ = launched_script(join="pass")
-    assert "one of 2 processes of jaxdist launch, but not joined" in done.stdout
-    assert done.returncode == 78
+def test_a_script_that_does_not_join_its_processes_is_refused_with_78(tmp_path):
+    """Started as `launch` starts each of its processes."""
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL
+    )
+    (joined,) = [block for block in blocks if "jaxdist.join()" in block]
+    without_join = joined.replace("jaxdist.join()", "pass")
+    (tmp_path / "script.py").write_text(f"{blocks[0]}\n{without_join}")
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=os.environ
+        | {
+            "PYTHONPATH": str(ROOT),
+            "JAXDIST_NUM_PROCESSES": "2",
+            "JAXDIST_PROCESS_ID": "1",
+            "JAXDIST_COORDINATOR": "127.0.0.1:9",  # nobody listens
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "one of 2 processes of jaxdist launch, but not joined" in done.stderr
+    assert done.returncode == 78, done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_script_joins_its_processes_and_ends_as_train_does(launched_script, tmp_path):
     done, _ = launched_script("os.kill(os.getpid(), signal.SIGTERM)")
     assert done.returncode == 75, done.stdout
     assert "came to" not in done.stdout
