@@ -498,7 +498,10 @@ FAULTS = (
         function="FailableBarrier.wait",
         old='self._wait_for(f"{prefix}/{other}", deadline)',
         new="None",
-        tests=("distributed/test_coordination.py::test_three_processes_agree",),
+        tests=(
+            "distributed/test_coordination.py::"
+            "test_who_waits_at_a_barrier_hears_why_another_failed",
+        ),
     ),
     Fault(
         name="file_not_synced",
@@ -739,7 +742,7 @@ finally:
         old="self._steps >= self._stop_at",
         new="False",
         tests=(
-            "operations/test_processes.py::test_a_users_own_handler_is_called_and_put_back",
+            "trainer/test_processes.py::test_a_users_own_handler_is_called_and_put_back",
         ),
     ),
     Fault(
@@ -749,7 +752,7 @@ finally:
         old="max(answers.values()) + 1",
         new="self._steps + 1",
         tests=(
-            "operations/test_processes.py::test_processes_stop_at_the_same_step_whatever_their_pace",
+            "trainer/test_processes.py::test_processes_stop_at_the_same_step_whatever_their_pace",
         ),
     ),
     Fault(
@@ -1084,7 +1087,10 @@ return total._replace(loss=total.loss._replace(count=sums.loss.count)), None
         function="PackedDocuments.read",
         old="positions = count_up(length) * used",
         new="positions = np.arange(len(segments)) % self._length_S * used",
-        tests=("data/test_dataset.py::test_packing_never_crosses_a_border",),
+        tests=(
+            "data/test_dataset.py::"
+            "test_packing_numbers_documents_of_a_row_and_their_positions",
+        ),
     ),
     Fault(
         name="one_segment_a_row",
@@ -1092,7 +1098,10 @@ return total._replace(loss=total.loss._replace(count=sums.loss.count)), None
         function="PackedDocuments.read",
         old="np.where(owner < 0, 0, rank + 1)",
         new="np.where(owner < 0, 0, 1)",
-        tests=("data/test_dataset.py::test_packing_never_crosses_a_border",),
+        tests=(
+            "data/test_dataset.py::"
+            "test_packing_numbers_documents_of_a_row_and_their_positions",
+        ),
     ),
     Fault(
         name="each_process_begins_at_its_own_sample",
@@ -1254,7 +1263,7 @@ if normalise:
         function="AttentionCost.fused_flops",
         old='convention == "causal"',
         new='convention == "full"',
-        tests=("telemetry/test_model_flops.py::test_the_config_s_hook_is_the_formula",),
+        tests=("trainer/test_model_flops.py::test_the_config_s_hook_is_the_formula",),
     ),
     Fault(
         name="mfu_is_the_full_one",
@@ -1353,7 +1362,10 @@ if normalise:
         function="raise_on_all",
         old="raise _peer_error(first, errors[first])",
         new="pass",
-        tests=("distributed/test_coordination.py::test_three_processes_agree",),
+        tests=(
+            "distributed/test_coordination.py::"
+            "test_a_config_error_of_one_process_is_raised_on_all",
+        ),
     ),
     Fault(
         name="broadcast_keeps_its_own",
@@ -1362,7 +1374,10 @@ if normalise:
         module="coordination",
         old="return json.loads(client.blocking_key_value_get(key, 1000 * FOREVER_S))",
         new="return value",
-        tests=("distributed/test_coordination.py::test_three_processes_agree",),
+        tests=(
+            "distributed/test_coordination.py::"
+            "test_a_broadcast_gives_all_the_value_of_the_first",
+        ),
     ),
     # Operations.
     Fault(
@@ -1392,7 +1407,7 @@ if normalise:
         new="True",
         tests=(
             "operations/test_supervisor.py::"
-            "test_capacity_must_last_and_growths_keep_their_distance",
+            "test_growth_is_due_once_capacity_has_lasted",
         ),
     ),
     Fault(

@@ -516,7 +516,8 @@ def test_what_tests_share_is_in_support():
         for f in test_files
         if not f.name.startswith("test_") and f.name != "conftest.py"
     ]
-    assert len(test_files) > 50 and not other, f"move to tests/support: {other}"
+    assert len(test_files) > 50
+    assert not other, f"move to tests/support: {other}"
     hidden = [
         f.name
         for f in SUPPORT.rglob("*.py")

@@ -94,7 +94,9 @@ def endure(
             workdir, *flags, recorded=variables, **SETTINGS, **changes
         ) as agent:
             codes.append(agent.wait(900))
-        assert codes[-1] in (0, *LEGAL) and len(codes) < 12, output(workdir)[-6000:]
+        said = output(workdir)[-6000:]
+        assert codes[-1] in (0, *LEGAL), said
+        assert len(codes) < 12, said
         if codes[-1] == 78:
             mend(workdir)
         while any(found.startswith("process") for found in leftovers(workdir)):

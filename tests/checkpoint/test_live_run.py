@@ -92,9 +92,11 @@ def test_a_run_that_deletes_faster_than_one_reads_is_an_error_that_says_so(live)
         folders.remove_step(live.folder, live.step)
         return live.abstract()
 
-    with CheckpointManager(live.folder, CheckpointConfig(), mode="read") as reader:
-        with pytest.raises(CheckpointError, match="no usable checkpoint(.|\n)*step 1"):
-            reader.restore(wanted)
+    with (
+        CheckpointManager(live.folder, CheckpointConfig(), mode="read") as reader,
+        pytest.raises(CheckpointError, match="no usable checkpoint(.|\n)*step 1"),
+    ):
+        reader.restore(wanted)
 
 
 def test_steps_are_listed_again_only_after_one_was_deleted(live):

@@ -460,9 +460,11 @@ def test_when_no_step_is_usable_each_one_is_named(tmp_path):
         (3, "empty folder"),
     ]:
         DAMAGE[damage](tmp_path / str(step))
-    with CheckpointManager(tmp_path, CheckpointConfig(), mode="read") as store:
-        with pytest.raises(CheckpointError, match="no usable checkpoint") as caught:
-            store.restore(abstract_on(mesh_of(1, 1), states[1]))
+    with (
+        CheckpointManager(tmp_path, CheckpointConfig(), mode="read") as store,
+        pytest.raises(CheckpointError, match="no usable checkpoint") as caught,
+    ):
+        store.restore(abstract_on(mesh_of(1, 1), states[1]))
     assert list(caught.value.steps) == [3, 2, 1]
     assert "manifest.json is missing" in caught.value.steps[3]
     assert "metadata/metadata has" in caught.value.steps[2]
@@ -499,9 +501,11 @@ def test_another_model_is_refused_and_not_replaced_by_an_older_step(tmp_path):
 
 
 def test_a_target_without_sharding_is_refused(tmp_path):
-    with CheckpointManager(tmp_path, CheckpointConfig()) as store:
-        with pytest.raises(TypeError, match="without one: x"):
-            store.restore({"x": jax.ShapeDtypeStruct((2,), jnp.float32)})
+    with (
+        CheckpointManager(tmp_path, CheckpointConfig()) as store,
+        pytest.raises(TypeError, match="without one: x"),
+    ):
+        store.restore({"x": jax.ShapeDtypeStruct((2,), jnp.float32)})
 
 
 # ---- processes

@@ -4,6 +4,8 @@ what is refused.
 
 import dataclasses
 import json
+import re
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ pytest.importorskip("tokenizers", reason="extra `chat` is not installed")
 
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, chat, chat_template, load_tokenizer, open_dataset
+from jaxdist.data.dataset import Dataset
 from jaxdist.data.sources.documents import Document
 from support.chats import (
     HEADERS,
@@ -181,73 +184,112 @@ def options_of(tmp_path, template=PLAIN, some="messages", **changes):
     return DataConfig(**(own | changes))
 
 
-def test_batches_keep_examples_apart_and_count_what_is_cut_off(tmp_path):
-    length_S = 24
+LENGTH_S = 24  # of a row; an example is cut off after one token more
+
+
+class OpenedChats(NamedTuple):
+    """Forty chats as a data set, and as the encoder gives them one by one."""
+
+    options: DataConfig
+    dataset: Dataset
+    lines: list[str]
+    ids: list[np.ndarray]
+    weights: list[np.ndarray]
+
+    def learned(self) -> list[np.ndarray]:
+        """Returns the weights of each example's targets that fit in a row."""
+        return [weights[1 : LENGTH_S + 1] for weights in self.weights]
+
+
+@pytest.fixture
+def opened(tmp_path):
     options = options_of(tmp_path, validation_share=128)
-    dataset = open_dataset(options, sequence_length=length_S, log=(lines := []).append)
+    lines = []
+    dataset = open_dataset(options, sequence_length=LENGTH_S, log=lines.append)
     encoder = chat.open_encoder(options, dataset.tokenizer)
     ids, weights, _ = encoded(encoder, rows("messages", 40))
+    return OpenedChats(options, dataset, lines, ids, weights)
+
+
+def batches_of(dataset):
+    """Returns all rows of training and some of the held-out ones, with padding."""
+    train = dataset.read("train", np.arange(dataset.num_train_samples))
+    return train, dataset.read("validation", np.arange(50))
+
+
+def segments_of(batch):
+    """Yields tokens (with the last target), weights and positions of each example."""
+    for row, segments in enumerate(batch["segment_ids"]):
+        for segment in range(1, segments.max() + 1):
+            here = segments == segment
+            last_target = batch["targets"][row][here][-1]
+            tokens = (*batch["tokens"][row][here].tolist(), int(last_target))
+            yield tokens, batch["weights"][row][here], batch["positions"][row][here]
+
+
+def test_each_example_of_a_batch_has_its_weights_and_positions_from_zero(opened):
     expected = {
-        tuple(x[: length_S + 1].tolist()): w[1 : length_S + 1]
-        for x, w in zip(ids, weights, strict=True)
+        tuple(ids[: LENGTH_S + 1].tolist()): learned
+        for ids, learned in zip(opened.ids, opened.learned(), strict=True)
     }
-    found, sums = set(), 0
-    for split, count in (("train", dataset.num_train_samples), ("validation", 50)):
-        batch = dataset.read(split, np.arange(count))
-        sums += (kept := int(batch["weights"].sum()))
-        assert kept == (
-            dataset.num_train_tokens
-            if split == "train"
-            else dataset.num_validation_tokens
-        )
-        for row in range(count):
-            for segment in range(1, batch["segment_ids"][row].max() + 1):
-                at = batch["segment_ids"][row] == segment
-                tokens = (
-                    *batch["tokens"][row][at].tolist(),
-                    int(batch["targets"][row][at][-1]),
-                )
-                found.add(tokens)
-                np.testing.assert_array_equal(
-                    batch["weights"][row][at], expected[tokens]
-                )
-                np.testing.assert_array_equal(
-                    batch["positions"][row][at], np.arange(at.sum())
-                )
-    used = {tokens for tokens, learned in expected.items() if learned.any()}
-    assert found == used and 0 < len(used) < len(expected), (
-        "what is left out has no learned token"
+    with_learned_tokens = {
+        tokens for tokens, learned in expected.items() if learned.any()
+    }
+    assert 0 < len(with_learned_tokens) < len(expected), "some have none"
+
+    found = set()
+    for batch in batches_of(opened.dataset):
+        for tokens, weights, positions in segments_of(batch):
+            np.testing.assert_array_equal(weights, expected[tokens])
+            np.testing.assert_array_equal(positions, np.arange(len(positions)))
+            found.add(tokens)
+
+    assert found == with_learned_tokens
+
+
+def test_both_splits_together_learn_each_learned_token_once(opened):
+    train, held_out = batches_of(opened.dataset)
+
+    assert train["weights"].sum() == opened.dataset.num_train_tokens
+    assert held_out["weights"].sum() == opened.dataset.num_validation_tokens
+    assert opened.dataset.num_validation_tokens > 0
+    learned = sum(int(weights.sum()) for weights in opened.learned())
+    assert train["weights"].sum() + held_out["weights"].sum() == learned
+
+
+def test_the_log_counts_examples_that_are_cut_off_or_left_out(opened):
+    counts = re.findall(
+        rf"(\d+) longer than {LENGTH_S + 1} tokens and cut off there "
+        r"\((\d+) learned tokens lost\), (\d+) left out with no learned token",
+        " ".join(opened.lines),
     )
-    assert sums == sum(int(w[1 : length_S + 1].sum()) for w in weights)
-    cut, lost = (
-        sum(len(x) > length_S + 1 for x in ids),
-        sum(int(w[length_S + 1 :].sum()) for w in weights),
-    )
-    said = " ".join(line for line in lines if "examples" in line)
-    numbers = [
-        [int(word.strip("(),")) for word in line.split() if word.strip("(),").isdigit()]
-        for line in lines
-        if "examples," in line
-    ]
-    assert [sum(column) for column in zip(*numbers, strict=True)][3:] == [
-        cut,
-        2 * (length_S + 1),
-        lost,
-        len(ids) - sum(w[1 : length_S + 1].any() for w in weights),
-    ], said
-    again = open_dataset(options, sequence_length=length_S, log=(later := []).append)
-    assert again.fingerprint == dataset.fingerprint
-    assert not any("tokenised" in line for line in later)
-    assert [line for line in later if "examples" in line] == [
-        line for line in lines if "examples" in line
-    ]
-    few = open_dataset(
-        dataclasses.replace(options, validation_tokens=9),
-        sequence_length=length_S,
-        log=print,
-    )
-    assert 0 < few.num_validation_tokens <= 9 < dataset.num_validation_tokens
-    assert dataset.bytes_per_token is None
+    assert len(counts) == 2, "a line for training and one for held-out examples"
+
+    cut_off, lost, left_out = np.array(counts, int).sum(0)
+    assert cut_off == sum(len(ids) > LENGTH_S + 1 for ids in opened.ids) > 0
+    assert lost == sum(int(w[LENGTH_S + 1 :].sum()) for w in opened.weights) > 0
+    assert left_out == sum(not learned.any() for learned in opened.learned()) > 0
+
+
+def test_a_second_opening_reads_the_cache_and_logs_the_same_counts(opened):
+    lines = []
+    again = open_dataset(opened.options, sequence_length=LENGTH_S, log=lines.append)
+
+    assert again.fingerprint == opened.dataset.fingerprint
+    assert any("tokenised" in line for line in opened.lines)
+    assert not any("tokenised" in line for line in lines)
+    counts = [line for line in opened.lines if "examples" in line]
+    assert [line for line in lines if "examples" in line] == counts
+
+
+def test_held_out_examples_stay_below_the_wanted_count_of_tokens(opened):
+    options = dataclasses.replace(opened.options, validation_tokens=9)
+    few = open_dataset(options, sequence_length=LENGTH_S, log=print)
+    assert 0 < few.num_validation_tokens <= 9 < opened.dataset.num_validation_tokens
+
+
+def test_chats_have_no_bytes_per_token(opened):
+    assert opened.dataset.bytes_per_token is None
 
 
 def test_the_cache_knows_template_and_format(tmp_path):

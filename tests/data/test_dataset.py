@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from jaxdist.data import (
     open_dataset,
 )
 from jaxdist.data.config import parts_of
+from jaxdist.data.dataset import Dataset
 from jaxdist.data.packing import PackedDocuments, Windows, best_fit, plan_packing
 from jaxdist.data.shuffle import Mixture, order_key, permute
 from jaxdist.data.splits import split
@@ -203,39 +205,73 @@ def test_best_fit_fills_rows_and_never_overflows():
     assert np.array_equal(rows, best_fit(lengths, 64))
 
 
-@pytest.mark.parametrize(("files", "gap"), [(1, 0), (2, 3)])
-@pytest.mark.parametrize("limit", [0, 77])
-def test_packing_never_crosses_a_border(tmp_path, files, gap, limit):
+class Packed(NamedTuple):
+    """Documents in rows of LENGTH_S, and a batch of all rows with one of padding."""
+
+    documents: list[np.ndarray]
+    limit: int  # of targets; 0: none
+    rows: PackedDocuments
+    batch: dict[str, np.ndarray]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param({}, id="one file"),
+        pytest.param({"files": 2, "gap": 3}, id="two files with junk between"),
+    ]
+)
+def packed(request, limit, tmp_path):
     documents = numbered([1, 40, 0, 17, 16, 2, 33, 5, 6, 7, 8])
-    store, chosen = store_of(tmp_path, documents, gap, files), np.ones(11, bool)
-    chosen[7] = False
-    plan = plan_packing(store.take(chosen), LENGTH_S, limit=limit)
-    packed = PackedDocuments(store, plan, LENGTH_S)
-    batch = packed.read(np.arange(packed.num_rows + 1))
-    used = batch["weights"] == 1
-    assert used.sum() == packed.num_targets
-    assert not used[-1].any()
-    assert np.array_equal(used, batch["segment_ids"] > 0)
-    # A target follows its token inside the same document; each is scored once.
-    assert np.array_equal(batch["targets"][used], batch["tokens"][used] + 1)
-    assert np.array_equal(batch["targets"][used] // 100, batch["tokens"][used] // 100)
-    expected = np.concatenate(
-        [d[1:] for d, c in zip(documents, chosen, strict=True) if c]
-    )
-    assert packed.num_targets == (limit or len(expected))
-    assert np.array_equal(
-        np.sort(batch["targets"][used]), expected[: packed.num_targets]
-    )
-    # positions restart exactly where a segment starts
-    for row in range(packed.num_rows):
-        segments, positions = batch["segment_ids"][row], batch["positions"][row]
-        for segment in range(1, segments.max() + 1):
-            here = positions[segments == segment]
+    is_chosen = np.ones(len(documents), bool)
+    is_chosen[7] = False
+    store = store_of(tmp_path, documents, **request.param)
+    plan = plan_packing(store.take(is_chosen), LENGTH_S, limit=limit)
+    rows = PackedDocuments(store, plan, LENGTH_S)
+    batch = rows.read(np.arange(rows.num_rows + 1))
+    return Packed([*documents[:7], *documents[8:]], limit, rows, batch)
+
+
+LIMITS = pytest.mark.parametrize("limit", [0, 77])
+
+
+@LIMITS
+def test_packing_never_crosses_a_border(packed):
+    is_scored = packed.batch["weights"] == 1
+    tokens, targets = (packed.batch[key][is_scored] for key in ("tokens", "targets"))
+    assert np.array_equal(targets, tokens + 1), "a target follows its token"
+    assert np.array_equal(targets // 100, tokens // 100), "in the same document"
+
+
+@LIMITS
+def test_packing_scores_each_target_once_up_to_the_limit(packed):
+    expected = np.concatenate([document[1:] for document in packed.documents])
+    if packed.limit:
+        assert packed.limit < len(expected)
+        expected = expected[: packed.limit]
+
+    assert packed.rows.num_targets == len(expected)
+    is_scored = packed.batch["weights"] == 1
+    assert np.array_equal(np.sort(packed.batch["targets"][is_scored]), expected)
+
+
+@LIMITS
+def test_packing_numbers_documents_of_a_row_and_their_positions(packed):
+    """Segments count from 1 without gaps, and positions from 0 in each."""
+    segment_ids, positions = packed.batch["segment_ids"], packed.batch["positions"]
+    assert segment_ids.max() > 1, "some rows hold several documents"
+    for row in range(packed.rows.num_rows):
+        numbers = np.unique(segment_ids[row][segment_ids[row] > 0])
+        assert np.array_equal(numbers, np.arange(1, len(numbers) + 1))
+        for number in numbers:
+            here = positions[row][segment_ids[row] == number]
             assert np.array_equal(here, np.arange(len(here)))
-        assert np.array_equal(
-            np.unique(segments[segments > 0]), np.arange(1, segments.max() + 1)
-        )
-    assert batch["segment_ids"].max() > 1  # something was packed
+
+
+@LIMITS
+def test_padding_of_packed_rows_has_neither_weight_nor_segment(packed):
+    weights, segment_ids = packed.batch["weights"], packed.batch["segment_ids"]
+    assert np.array_equal(weights == 1, segment_ids > 0)
+    assert not weights[-1].any(), "a row beyond the last"
 
 
 def test_packed_dataset_reads_its_plan_back(tmp_path):
@@ -440,49 +476,83 @@ def test_bytes_round_trip():
     assert tokenizer.decode([104, 105, 300, 255]) == "hi\ufffd\ufffd"
 
 
-def test_bpe_is_trained_once_saved_and_ends_documents(tmp_path):
+class Bpe(NamedTuple):
+    """Texts, and their data set whose opening trained a tokenizer."""
+
+    texts: Path
+    workdir: Path
+    options: DataConfig
+    dataset: Dataset
+    lines: list[str]
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
     pytest.importorskip("tokenizers", reason="extra `text` is not installed")
-    folder, workdir = write_texts(tmp_path / "texts"), tmp_path / "run"
+    folder = tmp_path_factory.mktemp("bpe")
+    texts, workdir = write_texts(folder / "texts"), folder / "run"
     options = DataConfig(
         source="text",
-        path=str(folder),
+        path=str(texts),
         tokenizer="bpe:300",
         special_tokens="text",
         packing="documents",
-        cache_dir=str(tmp_path / "cache"),
+        cache_dir=str(folder / "cache"),
     )
     lines: list[str] = []
     dataset = open_dataset(
         options, sequence_length=64, folder=workdir, log=lines.append
     )
-    assert any("training a byte-level BPE" in line for line in lines)
-    tokenizer = load_tokenizer("bpe:300", folder=workdir, special_tokens="text")
-    assert tokenizer.fingerprint == dataset.tokenizer.fingerprint
-    text = "aaaa <|endoftext|> naïve 文"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    end = tokenizer.end_of_document
-    # no text ends a document
-    assert end is not None
-    assert end not in tokenizer.encode(text)
-    held = dataset.validation_batch(0, 100)
-    used = held["weights"] > 0
-    assert np.sum(held["targets"][used] == end) > 0
-    assert not np.any(held["tokens"][used] == end)
-    assert dataset.bytes_per_token > 1.5
-    files = [
-        f
-        for f in folder.rglob("*.txt")
-        if group_of([f.relative_to(folder).as_posix()])[0] < 13
+    return Bpe(texts, workdir, options, dataset, lines)
+
+
+def test_bpe_is_trained_once_and_saved_with_the_run(bpe):
+    later: list[str] = []
+    open_dataset(bpe.options, sequence_length=64, log=later.append)
+    saved = load_tokenizer("bpe:300", folder=bpe.workdir, special_tokens="text")
+
+    assert any("training a byte-level BPE" in line for line in bpe.lines)
+    assert not any("training a" in line for line in later)
+    assert saved.fingerprint == bpe.dataset.tokenizer.fingerprint
+
+
+def test_bpe_round_trips_text_that_spells_a_special_token(bpe):
+    tokenizer, text = bpe.dataset.tokenizer, "aaaa <|endoftext|> naïve 文"
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.end_of_document is not None
+    assert tokenizer.end_of_document not in tokens, "no text ends a document"
+
+
+def test_the_end_of_a_bpe_document_is_learned_and_never_read(bpe):
+    end = bpe.dataset.tokenizer.end_of_document
+    batch = bpe.dataset.validation_batch(0, 100)
+    is_scored = batch["weights"] > 0
+    assert np.any(batch["targets"][is_scored] == end)
+    assert not np.any(batch["tokens"][is_scored] == end)
+
+
+def test_bytes_per_bpe_token_are_counted_for_each_split(bpe):
+    held_out = [
+        file
+        for file in bpe.texts.rglob("*.txt")
+        if group_of([file.relative_to(bpe.texts).as_posix()])[0] < 13
     ]
-    tokens = used.sum() + len(files)  # a document's first token is no target
-    assert len(files) > 1
-    assert dataset.validation_bytes_per_token != dataset.bytes_per_token
-    size = sum(file.stat().st_size for file in files)
-    assert dataset.validation_bytes_per_token * tokens == pytest.approx(size)
-    open_dataset(options, sequence_length=64, log=(again := []).append)
-    assert not any("training a" in line for line in again)
+    assert len(held_out) > 1
+    # a document's first token is no target
+    num_targets = (bpe.dataset.validation_batch(0, 100)["weights"] > 0).sum()
+    num_tokens = num_targets + len(held_out)
+    num_bytes = sum(file.stat().st_size for file in held_out)
+
+    found = bpe.dataset.validation_bytes_per_token
+    assert found == pytest.approx(num_bytes / num_tokens)
+    assert bpe.dataset.bytes_per_token > 1.5
+    assert bpe.dataset.bytes_per_token != found
+
+
+def test_a_vocabulary_smaller_than_that_of_bpe_is_refused(bpe):
     with pytest.raises(ConfigError, match="vocab_size=256"):
-        open_dataset(options, sequence_length=64, vocab_size=256, log=print)
+        open_dataset(bpe.options, sequence_length=64, vocab_size=256, log=print)
 
 
 # --- Errors ---------------------------------------------------------------------------

@@ -3,7 +3,9 @@ the count is told.
 """
 
 import json
+import re
 
+import chex
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -139,43 +141,66 @@ def open_jsonl(tmp_path, lines: list[str], **options):
     )
 
 
-def test_a_dataset_tells_what_it_leaves_out(tmp_path):
-    lines: dict[str, list[str]] = {"auto": [], "split": [], "truncate": []}
-    sets = {
-        name: open_jsonl(tmp_path, lines[name], long_documents=name) for name in lines
+@pytest.fixture
+def datasets(tmp_path):
+    """Returns long_documents -> a data set of the same texts, and the lines it logs."""
+    lines = {"auto": [], "split": [], "truncate": []}
+    return {
+        way: (open_jsonl(tmp_path, lines[way], long_documents=way), lines[way])
+        for way in lines
     }
-    assert (
-        sets["auto"].fingerprint
-        == sets["split"].fingerprint
-        != sets["truncate"].fingerprint
-    )
-    for side in ("training", "held-out"):
-        whole, cut = (
-            next(line for line in lines[name] if f"{side} documents are longer" in line)
-            for name in ("split", "truncate")
-        )
-        assert "longer than 17 tokens and split, and go on in other rows" in whole
-        left_out, total = (int(cut.split(": ")[-1].split()[place]) for place in (0, 2))
-        assert 0 < left_out < total
-        if side == "training":
-            assert sets["split"].num_train_tokens == total
-            assert sets["truncate"].num_train_tokens == total - left_out
-        else:
-            counts = [
-                sets[name].num_validation_tokens for name in ("split", "truncate")
-            ]
-            assert counts[0] - counts[1] == left_out
-    assert sets["truncate"].bytes_per_token == pytest.approx(
-        sets["split"].bytes_per_token, rel=0.05
-    )
-    one, two = (
-        sets["truncate"].train_batch(3, 8),
-        open_jsonl(tmp_path, [], long_documents="truncate"),
-    )
-    assert all(
-        np.array_equal(values, two.train_batch(3, 8)[name])
-        for name, values in one.items()
-    )
+
+
+def test_auto_splits_long_documents(datasets):
+    auto, split, truncated = (dataset for dataset, _ in datasets.values())
+    assert auto.fingerprint == split.fingerprint
+    assert truncated.fingerprint != split.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("documents", "count"),
+    [
+        pytest.param(
+            "training documents", lambda dataset: dataset.num_train_tokens, id="train"
+        ),
+        pytest.param(
+            "held-out documents",
+            lambda dataset: dataset.num_validation_tokens,
+            id="held out",
+        ),
+    ],
+)
+def test_the_log_counts_the_tokens_that_truncation_leaves_out(
+    documents, count, datasets
+):
+    split, split_lines = datasets["split"]
+    truncated, truncated_lines = datasets["truncate"]
+    (split_line,) = (line for line in split_lines if documents in line)
+    (truncated_line,) = (line for line in truncated_lines if documents in line)
+
+    assert "longer than 17 tokens and split, and go on in other rows" in split_line
+    left_out = int(re.search(r"(\d+) of \d+ tokens are left out", truncated_line)[1])
+    assert left_out > 0
+    assert count(split) - count(truncated) == left_out
+
+
+def test_the_log_counts_the_tokens_of_all_training_documents(datasets):
+    split, (_, lines) = datasets["split"][0], datasets["truncate"]
+    (line,) = (line for line in lines if "training documents" in line)
+    total = int(re.search(r"\d+ of (\d+) tokens are left out", line)[1])
+    assert total == split.num_train_tokens
+
+
+def test_truncation_changes_bytes_per_token_little(datasets):
+    split, truncated = datasets["split"][0], datasets["truncate"][0]
+    expected = pytest.approx(split.bytes_per_token, rel=0.05)
+    assert truncated.bytes_per_token == expected
+
+
+def test_a_truncated_dataset_is_read_back_from_its_cache(datasets, tmp_path):
+    first = datasets["truncate"][0]
+    again = open_jsonl(tmp_path, [], long_documents="truncate")
+    chex.assert_trees_all_equal(again.train_batch(3, 8), first.train_batch(3, 8))
 
 
 @pytest.mark.parametrize(

@@ -99,40 +99,25 @@ class Readers:
         self._process.wait()
 
 
-def campaign(run: Path, inputs: list[tuple[str, int]] | None, total: int = 0) -> None:
-    """Feeds readers their inputs and prints counts; fails with every kind of defect.
-
-    Args:
-      inputs: None: `total` of them, all tricks and as many edits as are left.
-    """
+@pytest.fixture(scope="module")
+def readers(run):
+    """The process that reads, for all tests of this file."""
     readers = Readers(run)
-    try:
-        if inputs is None:
-            left = max(total - sum(readers.tricks.values()), 0) // (
-                len(readers.tricks) - 1
-            )
-            names = readers.tricks.items()
-            inputs = [
-                (name, n)
-                for name, known in names
-                for n in range(
-                    0 if name in OF_DATA else -readers.places,
-                    known + (left if name != COSTLY else left // 10),
-                )
-            ]
-        defects: dict[str, list] = collections.defaultdict(list)
-        counts: collections.Counter = collections.Counter()
-        slowest = 0.0
-        for name, number in inputs:
-            answer = readers.ask(name, number)
-            counts[
-                name, "defect" if answer["defect"] else answer["error"] or "value"
-            ] += 1
-            slowest = max(slowest, answer["seconds"])
-            if answer["defect"]:
-                defects[f"{name}: {answer['defect']}"].append(number)
-    finally:
-        readers.close()
+    yield readers
+    readers.close()
+
+
+def campaign(readers: Readers, inputs: list[tuple[str, int]]) -> None:
+    """Feeds readers their inputs and prints counts; fails with every kind of defect."""
+    defects: dict[str, list] = collections.defaultdict(list)
+    counts: collections.Counter = collections.Counter()
+    slowest = 0.0
+    for name, number in inputs:
+        answer = readers.ask(name, number)
+        counts[name, "defect" if answer["defect"] else answer["error"] or "value"] += 1
+        slowest = max(slowest, answer["seconds"])
+        if answer["defect"]:
+            defects[f"{name}: {answer['defect']}"].append(number)
     print(f"\nseed {SEED}: {len(inputs)} malformed files, the slowest {slowest:.2f} s")
     for name in dict.fromkeys(name for name, _ in inputs):
         print(
@@ -146,9 +131,7 @@ def campaign(run: Path, inputs: list[tuple[str, int]] | None, total: int = 0) ->
     )
 
 
-def test_a_malformed_file_gives_a_value_or_an_error_of_ours(run):
-    readers = Readers(run)
-    readers.close()
+def test_a_malformed_file_gives_a_value_or_an_error_of_ours(readers):
     draw = Random(SEED)
     inputs = []
     for name, known in readers.tricks.items():
@@ -158,9 +141,17 @@ def test_a_malformed_file_gives_a_value_or_an_error_of_ours(run):
         inputs += [(name, known + n) for n in range(EDITS)]
         inputs += [(name, -1 - n) for n in range(readers.places) if name not in OF_DATA]
     assert len(inputs) > 150
-    campaign(run, inputs)
+    campaign(readers, inputs)
 
 
 @pytest.mark.slow
-def test_no_malformed_file_of_twenty_thousand_does_more(run):
-    campaign(run, None, SLOW_INPUTS)
+def test_no_malformed_file_of_twenty_thousand_does_more(readers):
+    """All tricks, and as many edits as are left."""
+    left = max(SLOW_INPUTS - sum(readers.tricks.values()), 0)
+    edits = left // (len(readers.tricks) - 1)
+    inputs = []
+    for name, known in readers.tricks.items():
+        first = 0 if name in OF_DATA else -readers.places
+        edits_of_name = edits // 10 if name == COSTLY else edits
+        inputs += [(name, number) for number in range(first, known + edits_of_name)]
+    campaign(readers, inputs)

@@ -253,8 +253,8 @@ def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    assert len(found) == steps
     assert expected[0] - expected[-1] > 0.1, "it learns"
+    assert len(found) == steps
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
@@ -297,5 +297,5 @@ def test_no_other_architecture_is_accepted_and_computes_something_else(tmp_path)
         except ConfigError:
             accepted.remove(kind)
     assert accepted
-    assert not wrong, (accepted, wrong)
+    assert not wrong
     print("read as llama:", accepted)

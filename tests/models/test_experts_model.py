@@ -455,9 +455,9 @@ def test_devices_that_share_out_experts_have_the_numbers_of_one(balance, packing
     assert len(report.layouts) == 2 * 8
     assert not report.skipped
     for result in report.layouts:
-        assert (
-            result.passed and result.loss_error < 1e-6 and result.grad_error < 2e-6
-        ), result
+        assert result.passed, result
+        assert result.loss_error < 1e-6, result
+        assert result.grad_error < 2e-6, result
 
 
 @pytest.mark.slow

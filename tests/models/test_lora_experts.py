@@ -292,5 +292,6 @@ def test_devices_that_share_out_experts_have_the_numbers_of_one(base):
         f"{E // 2},{D},{F}",
         f"{E // 2},{F},{D}",
     ):
-        assert f"[{dims}]" not in other[3] and f"[2,{dims}]" not in other[3], dims
+        assert f"[{dims}]" not in other[3]
+        assert f"[2,{dims}]" not in other[3]
     assert f"[{E},{D},{F}]" in one[3]

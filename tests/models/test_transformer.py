@@ -1,8 +1,11 @@
 """The transformer's variants: losses, gradients, rotary positions, packed documents."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,7 +71,9 @@ def test_gradients_reach_every_parameter(name):
         if name == "gpt2" and "key_bias" in jax.tree_util.keystr(path):
             assert size < 1e-4
         else:
-            assert np.isfinite(size) and size > 1e-6, jax.tree_util.keystr(path)
+            name = jax.tree_util.keystr(path)
+            assert np.isfinite(size), name
+            assert size > 1e-6, name
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma-like"])
@@ -173,54 +178,70 @@ def test_rotation_turns_halves_of_the_first_dims_by_position_times_frequency(siz
 # --- packing --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_packed_documents_are_as_if_alone(name):
-    config = replace(VARIANTS[name], dropout=0.0)
-    _, parameters, gradient = built(config)
-    random, lengths = np.random.default_rng(3), (5, 7)
-    documents = [
-        random.integers(0, config.vocab_size, n + 1, dtype=np.int32) for n in lengths
-    ]
+def packed_row(documents: list[np.ndarray], segments: list[int]) -> dict:
+    """Returns a batch of one row: documents side by side, then padding.
 
-    def rows(parts: list[np.ndarray], ids: list[int]) -> dict:
-        row = {
-            key: np.zeros((1, 16), np.int32)
-            for key in ("tokens", "targets", "positions")
-        }
-        row |= {
-            "segment_ids": np.zeros((1, 16), np.int32),
-            "sample": np.zeros(1, np.int32),
-        }
-        row["weights"] = np.zeros((1, 16), np.float32)
-        start = 0
-        for part, number in zip(parts, ids, strict=True):
-            where = slice(start, start + len(part) - 1)
-            row["tokens"][0, where], row["targets"][0, where] = part[:-1], part[1:]
-            row["positions"][0, where] = np.arange(len(part) - 1)
-            row["segment_ids"][0, where], row["weights"][0, where] = number, 1
-            start = where.stop
+    Args:
+      documents: tokens of each; the last is a target only.
+      segments: the segment id of each document.
+    """
+    lengths = [len(document) - 1 for document in documents]
+
+    def side_by_side(parts, dtype=np.int32):
+        row = np.zeros((1, 16), dtype)
+        row[0, : sum(lengths)] = np.concatenate(parts)
         return row
 
-    (packed, loss), packed_gradient = gradient(
-        parameters, rows(documents, [1, 2]), None
-    )
-    alone = [
-        gradient(parameters, rows([document], [1]), None) for document in documents
+    return {
+        "tokens": side_by_side([document[:-1] for document in documents]),
+        "targets": side_by_side([document[1:] for document in documents]),
+        "positions": side_by_side([np.arange(length) for length in lengths]),
+        "segment_ids": side_by_side([np.repeat(segments, lengths)]),
+        "weights": side_by_side([np.ones(sum(lengths))], np.float32),
+        "sample": np.zeros(1, np.int32),
+    }
+
+
+class PackedModel(NamedTuple):
+    """Two documents, and a model without dropout that scores a batch."""
+
+    score: Callable  # batch -> loss, number of targets, gradients
+    documents: list[np.ndarray]
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def model(request):
+    config = replace(VARIANTS[request.param], dropout=0.0)
+    _, parameters, gradient = built(config)
+
+    def score(batch):
+        (total, loss), gradients = gradient(parameters, batch, None)
+        return float(total), float(loss.count), gradients
+
+    random = np.random.default_rng(3)
+    documents = [
+        random.integers(0, config.vocab_size, length + 1, dtype=np.int32)
+        for length in (5, 7)
     ]
-    assert float(loss.count) == sum(lengths)
-    assert float(packed) == pytest.approx(
-        sum(float(value) for (value, _), _ in alone), rel=1e-6
-    )
-    total = jax.tree.map(jnp.add, *(gradients for _, gradients in alone))
-    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(total))
-    for ours, expected in zip(
-        *map(jax.tree.leaves, (packed_gradient, total)), strict=True
-    ):
-        assert float(np.abs(ours - expected).max()) < 1e-6 * largest
-    mixed = rows(documents, [1, 1])
-    assert float(gradient(parameters, mixed, None)[0][0]) != pytest.approx(
-        float(packed), rel=1e-4
-    )
+    return PackedModel(score, documents)
+
+
+def test_packed_documents_have_the_losses_and_gradients_of_each_alone(model):
+    packed, count, packed_gradients = model.score(packed_row(model.documents, [1, 2]))
+    first, second = (model.score(packed_row([d], [1])) for d in model.documents)
+
+    assert count == 5 + 7
+    assert packed == pytest.approx(first[0] + second[0], rel=1e-6)
+    expected = jax.tree.map(jnp.add, first[2], second[2])
+    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    assert largest > 0
+    chex.assert_trees_all_close(packed_gradients, expected, rtol=0, atol=1e-6 * largest)
+
+
+def test_documents_in_one_segment_see_each_other(model):
+    apart, *_ = model.score(packed_row(model.documents, [1, 2]))
+    together, *_ = model.score(packed_row(model.documents, [1, 1]))
+    assert together != pytest.approx(apart, rel=1e-4)
 
 
 # --- dropout, faults ------------------------------------------------------------------

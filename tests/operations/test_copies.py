@@ -922,7 +922,8 @@ def test_a_start_from_copies_keeps_where_the_decay_began(tmp_path, url, monkeypa
     shutil.rmtree(tmp_path / "run")
 
     def quick(*given):  # its first round is over before anything else is done
-        assert (copier := make(*given)).finish(30)
+        copier = make(*given)
+        assert copier.finish(30)
         return copier
 
     monkeypatch.setattr(step_copies, "copier", quick)

@@ -139,7 +139,8 @@ def test_what_jax_compiles_in_a_step_is_no_step():
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     found = buckets(book)
-    assert said and sum(said) < found["compile"] <= took_s, (found, said, took_s)
+    assert said, "something was compiled"
+    assert sum(said) < found["compile"] <= took_s
     program(jnp.ones((9, 9))).block_until_ready()
     assert buckets(book)["compile"] == found["compile"], "nobody listens any more"
 

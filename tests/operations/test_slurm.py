@@ -88,7 +88,8 @@ class Slurm:
             state = self.state(job)
             ended = ended + 1 if state in ("CANCELLED", "FAILED", "NODE_FAIL") else 0
             # it may come back
-            assert ended < 150 and time.monotonic() < until, state + self.said(job)
+            assert ended < 150, state + self.said(job)
+            assert time.monotonic() < until, state + self.said(job)
             if state == "PENDING":  # a requeued job waits for two minutes otherwise
                 with contextlib.suppress(AssertionError):
                     self("scontrol", "update", f"JobId={job}", "StartTime=now")

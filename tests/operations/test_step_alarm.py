@@ -157,9 +157,8 @@ def test_the_others_say_what_they_see(monkeypatch):
     # to process 0, waiting for another's data is waiting for its devices
     loop.run(30, devices=0.2)
     ((_, step, fields),) = loop.events
-    assert step <= 130 and (fields["process"], fields["phase"]) == (1, "data"), (
-        "2 spoke of another time"
-    )
+    assert step <= 130, "2 spoke of another time"
+    assert (fields["process"], fields["phase"]) == (1, "data")
     assert "process 1's data" in loop.notes[0]
     monkeypatch.setattr(step_alarm.coordination, "Board", lambda name: Silent())
     loop = Loop()

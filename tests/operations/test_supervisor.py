@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxdist.config import ConfigError
@@ -280,9 +281,8 @@ if size == 3: time.sleep(100)
     assert said.count("starting 2") == 1
     (tmp_path / "starts").unlink()
     code, said = supervise(tmp_path, text, 3, max_restarts=2)
-    assert code == 70 and said.count("starting 3") == 3, (
-        "without --min-processes all are needed"
-    )
+    assert code == 70
+    assert said.count("starting 3") == 3, "without --min-processes all are needed"
 
 
 def test_a_slot_that_was_given_up_is_tried_again_after_progress(tmp_path):
@@ -513,60 +513,89 @@ for _ in range(15 if size < 4 else 0): print("a word"); time.sleep(0.1)
 """
     options = {"min_processes": 1, "devices_per_process": 2, "grow_minutes": 1e-6}
     code, said = supervise(tmp_path, text, 4, capacity_file=capacity, **options)
-    assert code == 0 and re.findall(r"^starting (\d) processes", said, re.M) == [
-        str(n) for n in sizes
-    ], said
+    assert code == 0, said
+    found = re.findall(r"^starting (\d) processes", said, re.M)
+    assert [int(size) for size in found] == list(sizes), said
 
 
-def test_capacity_must_last_and_growths_keep_their_distance():
-    now, looks = [0.0], []
+class GroupWithTimer:
+    """A growth timer on a clock of the test, asked twice a second."""
 
-    def larger() -> int:
-        looks.append(now[0])
-        return room[0]
+    def __init__(self, minimum_s: float):
+        self.now = 0.0
+        self.larger_size = 4  # what there is room for; 0: for no more than now
+        self.looks: list[float] = []
+        self.timer = growth.GrowthTimer(minimum_s, clock=lambda: self.now)
 
-    def run_for(seconds: int) -> list[float]:
-        """Returns when the timer said that it was time, asked twice a second."""
-        found = []
+    def _look(self) -> int:
+        self.looks.append(self.now)
+        return self.larger_size
+
+    def run_for(self, seconds: int) -> list[float]:
+        """Returns the times at which the timer said that growing was due."""
+        due = []
         for _ in range(2 * seconds):
-            now[0] += 0.5
-            if timer.due(larger):
-                found.append(now[0])
-        return found
+            self.now += 0.5
+            if self.timer.due(self._look):
+                due.append(self.now)
+        return due
 
-    timer, room = growth.GrowthTimer(600.0, clock=lambda: now[0]), [4]
-    assert not run_for(599)
-    assert not looks
-    (first, *_) = run_for(30)
+
+def test_nobody_looks_for_capacity_before_the_minimum_time():
+    group = GroupWithTimer(minimum_s=600.0)
+    assert not group.run_for(599)
+    assert not group.looks
+    assert group.run_for(30), "room has been there all the time"
+
+
+def test_growth_is_due_once_capacity_has_lasted():
+    group = GroupWithTimer(minimum_s=600.0)
+    first, *_ = group.run_for(630)
     assert 600 + growth.STEADY_S <= first <= 600 + growth.STEADY_S + growth.LOOK_S
-    assert len(looks) <= 30 / growth.LOOK_S + 1
+    assert len(group.looks) <= 30 / growth.LOOK_S + 1
 
-    # the next start; from here on there is room for one look of every three
-    timer.begin()
-    looks.clear()
-    assert not run_for(600)
-    for _ in range(20):
-        for room[0] in (4, 0, 0):
-            assert not run_for(int(growth.LOOK_S))
-    assert len(looks) >= 60
-    room[0] = 4
-    assert run_for(30)
 
-    timer.failed()
-    timer.failed()
-    timer.begin()
-    assert timer.wait_s == 2400
-    assert not run_for(2400)
-    assert run_for(30)
-    timer.succeeded()
-    timer.begin()
-    assert timer.wait_s == 600
-    assert not run_for(600)
-    assert run_for(30)
-    timer = growth.GrowthTimer(0.0, clock=lambda: now[0])
-    looks.clear()
-    assert not run_for(10_000)
-    assert not looks
+def test_capacity_that_comes_and_goes_is_not_grown_into():
+    group = GroupWithTimer(minimum_s=600.0)
+    assert not group.run_for(600)
+    group.looks.clear()
+
+    for group.larger_size in (4, 0, 0) * 20:
+        assert not group.run_for(int(growth.LOOK_S))
+
+    assert len(group.looks) >= 60
+    group.larger_size = 4
+    assert group.run_for(30)
+
+
+def test_a_restart_begins_the_minimum_time_again():
+    group = GroupWithTimer(minimum_s=600.0)
+    assert group.run_for(630)
+    group.timer.begin()
+    assert not group.run_for(600)
+    assert group.run_for(30)
+
+
+def test_each_failed_growth_doubles_the_time_until_one_succeeds():
+    group = GroupWithTimer(minimum_s=600.0)
+    group.timer.failed()
+    group.timer.failed()
+    group.timer.begin()
+    assert group.timer.wait_s == 2400
+    assert not group.run_for(2400)
+    assert group.run_for(30)
+
+    group.timer.succeeded()
+    group.timer.begin()
+    assert group.timer.wait_s == 600
+    assert not group.run_for(600)
+    assert group.run_for(30)
+
+
+def test_a_minimum_of_0_never_grows():
+    group = GroupWithTimer(minimum_s=0.0)
+    assert not group.run_for(10_000)
+    assert not group.looks
 
 
 # --- several agents -------------------------------------------------------------------
@@ -853,46 +882,87 @@ AXES = ("pipeline", "tensor", "context", "expert", "fsdp", "data")
 SIZES = st.sampled_from([1, 1, 2, 3, 4])
 
 
-@given(
-    st.tuples(*[SIZES] * 6),
-    st.integers(1, 4),
-    st.integers(1, 6),
-    st.integers(0, 4),
-    st.integers(1, 48),
-)
-def test_a_refitted_layout_keeps_the_batch_and_a_devices_share(
-    sizes, accumulation, each, flow, devices
-):
-    axes = dict(zip(AXES, sizes, strict=True))
-    full = elastic.ElasticLayout(axes, accumulation)
+def parts_of_a_batch(layout: elastic.ElasticLayout, microbatches: int) -> int:
+    """Counts the parts whose rows a device handles at once: one by one in time
+    (accumulation, microbatches), side by side on shards.
+    """
+    shards = layout.axes["data"] * layout.axes["fsdp"] * layout.axes["expert"]
+    parts = layout.accumulation * shards
+    stages = layout.axes["pipeline"]
+    if stages > 1:
+        parts *= microbatches or 4 * stages
+    return parts
 
-    def parts(layout: elastic.ElasticLayout) -> int:
-        stages = layout.axes["pipeline"]
-        microbatches = 1 if stages == 1 else flow or 4 * stages
-        shards = layout.axes["data"] * layout.axes["fsdp"] * layout.axes["expert"]
-        return layout.accumulation * microbatches * shards
 
-    global_size = parts(full) * each
-    found = elastic.fit(
-        full, devices=devices, global_size=global_size, microbatches=flow, dcn={}
+class Refit(NamedTuple):
+    """A layout, and the one that is found for another count of devices."""
+
+    before: elastic.ElasticLayout
+    after: elastic.ElasticLayout | None
+    devices: int
+    global_size: int
+    microbatches: int
+
+    def rows_of_a_part(self, layout: elastic.ElasticLayout) -> float:
+        return self.global_size / parts_of_a_batch(layout, self.microbatches)
+
+
+@st.composite
+def refits(draw):
+    sizes = draw(st.tuples(*[SIZES] * len(AXES)))
+    before = elastic.ElasticLayout(
+        dict(zip(AXES, sizes, strict=True)), accumulation=draw(st.integers(1, 4))
     )
-    if devices == full_size(full):
-        assert found == full
-    if found is None:
-        assert devices != full_size(full)
-        return
-    assert full_size(found) == devices
-    assert global_size % parts(found) == 0
-    assert global_size // parts(found) <= each
-    assert all(axes[axis] % found.axes[axis] == 0 for axis in AXES[:-1])
-    # it is the smallest, unless nothing had to change
-    for fewer in range(1, found.accumulation):
-        smaller = parts(dataclasses.replace(found, accumulation=fewer))
-        assert (
-            devices == full_size(full)
-            or global_size % smaller
-            or global_size // smaller > each
-        )
+    rows_of_a_part = draw(st.integers(1, 6))
+    microbatches = draw(st.integers(0, 4))
+    devices = draw(st.integers(1, 48))
+    global_size = parts_of_a_batch(before, microbatches) * rows_of_a_part
+    after = elastic.fit(
+        before,
+        devices=devices,
+        global_size=global_size,
+        microbatches=microbatches,
+        dcn={},
+    )
+    return Refit(before, after, devices, global_size, microbatches)
+
+
+@given(refits())
+def test_a_layout_of_the_same_size_is_kept(refit):
+    same = elastic.fit(
+        refit.before,
+        devices=full_size(refit.before),
+        global_size=refit.global_size,
+        microbatches=refit.microbatches,
+        dcn={},
+    )
+    assert same == refit.before
+
+
+@given(refits())
+def test_a_refitted_layout_uses_all_devices_and_shrinks_axes_by_whole_factors(refit):
+    assume(refit.after is not None)
+    assert full_size(refit.after) == refit.devices
+    for axis in set(AXES) - {"data"}:
+        assert refit.before.axes[axis] % refit.after.axes[axis] == 0
+
+
+@given(refits())
+def test_a_refitted_layout_keeps_the_batch_and_a_devices_share(refit):
+    assume(refit.after is not None)
+    rows = refit.rows_of_a_part(refit.after)
+    assert rows.is_integer()
+    assert rows <= refit.rows_of_a_part(refit.before)
+
+
+@given(refits())
+def test_a_refitted_layout_accumulates_no_more_than_it_must(refit):
+    assume(refit.after is not None)
+    assume(refit.devices != full_size(refit.before))
+    for accumulation in range(1, refit.after.accumulation):
+        fewer = dataclasses.replace(refit.after, accumulation=accumulation)
+        rows = refit.rows_of_a_part(fewer)
+        assert not rows.is_integer() or rows > refit.rows_of_a_part(refit.before)
 
 
 def full_size(layout: elastic.ElasticLayout) -> int:

@@ -635,7 +635,8 @@ def test_muon_updates_are_orthogonal_and_scaled_by_shape(rms):
             values = (
                 np.linalg.svd(matrix_of(path, flatten(updates)[path][layer]))[1] / scale
             )
-            assert values.min() > 0.65 and values.max() < 1.25, (path, values)
+            assert values.min() > 0.65, path
+            assert values.max() < 1.25, path
             scales.add(round(scale, 3))
     assert len(scales) > 1  # the convention is visible at these shapes
 
@@ -676,39 +677,57 @@ def test_adafactor_on_stacks_equals_adafactor_on_each_layer():
         )
 
 
-@pytest.mark.parametrize(
-    "shape", [(128, 8, 24), (2, 130, 4, 24), (130, 128, 24), (160, 130, 128)]
+# Adafactor factors matrices whose dims are both 128 or more.
+STACKS_OF_EXPERTS = pytest.mark.parametrize(
+    ("shape", "is_factored"),
+    [
+        pytest.param((128, 8, 24), False, id="many experts with small matrices"),
+        pytest.param((2, 130, 4, 24), False, id="layers of many experts"),
+        pytest.param((130, 128, 24), False, id="matrices with one small dim"),
+        pytest.param((160, 130, 128), True, id="matrices with two large dims"),
+    ],
 )
-def test_adafactor_takes_no_dim_of_a_stack_for_one_of_a_matrix(shape):
-    """128 experts or more: each is a matrix by itself, factored if its own dims are
-    large enough.
-    """
-    names = {"w": ("experts", "d_model", "d_ff")}
-    params = {"w": random_like(jax.ShapeDtypeStruct(shape, jnp.float32), 11)}
+
+
+def adafactor_of_experts(shape):
+    names = ("experts", "d_model", "d_ff")[-min(len(shape), 3) :]
     config = OptimizerConfig(name="adafactor", weight_decay=0.0)
-    transform, single = (
-        optimizers.build_optimizer(
-            config, constant(0.1), {"w": jnp.ones(size)}, {"w": own}
-        )
-        for size, own in ((shape, names["w"]), (shape[-2:], names["w"][1:]))
+    return optimizers.build_optimizer(
+        config, constant(0.1), {"w": jnp.ones(shape)}, {"w": names}
     )
-    state = transform.init(params)
-    specs = state_specs(
-        state, params, {"w": P(*["expert" if n == shape[-3] else None for n in shape])}
-    )
-    factored = shape[-1] == 128
-    assert specs[0][0].v_row["w"] == (P("expert", None) if factored else P())
-    assert specs[0][0].v_col["w"] == (P("expert", None) if factored else P())
-    last = (*[0] * (len(shape) - 3), shape[-3] - 1)
-    own_state = single.init({"w": params["w"][last]})
+
+
+@STACKS_OF_EXPERTS
+def test_adafactor_factors_experts_only_if_their_matrices_are_large(shape, is_factored):
+    params = {"w": jnp.ones(shape)}
+    state = adafactor_of_experts(shape).init(params)
+    stacked = [None] * (len(shape) - 3)
+    specs = state_specs(state, params, {"w": P(*stacked, "expert", None, None)})
+
+    moments = specs[0][0]
+    expected = P("expert", None) if is_factored else P()
+    assert moments.v_row["w"] == expected
+    assert moments.v_col["w"] == expected
+
+
+@STACKS_OF_EXPERTS
+def test_adafactor_updates_an_expert_of_a_stack_like_its_matrix_alone(
+    shape, is_factored
+):
+    params = {"w": random_like(jax.ShapeDtypeStruct(shape, jnp.float32), 11)}
+    last_expert = (*[0] * (len(shape) - 3), shape[-3] - 1)
+    matrix = {"w": params["w"][last_expert]}
+    of_stack, of_matrix = adafactor_of_experts(shape), adafactor_of_experts(shape[-2:])
+    stack_state, matrix_state = of_stack.init(params), of_matrix.init(matrix)
+
     for seed in (12, 13):
         grads = random_like(params, seed)
-        updates, state = transform.update(grads, state, params)
-        expected, own_state = single.update(
-            {"w": grads["w"][last]}, own_state, {"w": params["w"][last]}
+        updates, stack_state = of_stack.update(grads, stack_state, params)
+        expected, matrix_state = of_matrix.update(
+            {"w": grads["w"][last_expert]}, matrix_state, matrix
         )
         np.testing.assert_allclose(
-            updates["w"][last], expected["w"], rtol=2e-5, atol=1e-8
+            updates["w"][last_expert], expected["w"], rtol=2e-5, atol=1e-8
         )
 
 
@@ -761,46 +780,105 @@ def test_moments_are_sharded_like_their_parameters(name):
     )
 
 
-@pytest.mark.parametrize(
-    ("shape", "spec", "row", "column"),
+FACTORED = pytest.mark.parametrize(
+    ("shape", "names", "spec", "row_spec", "column_spec"),
     [
-        ((128, 256), P("fsdp", "tensor"), P("fsdp"), P("tensor")),
-        ((256, 128), P("fsdp", "tensor"), P("tensor"), P("fsdp")),
-        # only the field name tells
-        ((256, 256), P("fsdp", "tensor"), P("fsdp"), P("tensor")),
-        ((2, 128, 256), P(None, "fsdp"), P(None, "fsdp"), P(None, None)),
-        ((128, 2, 256), P("fsdp", "tensor"), P("fsdp", "tensor"), P("tensor", None)),
-        ((2, 256, 256), P(None, "fsdp", "tensor"), P(None, "fsdp"), P(None, "tensor")),
+        pytest.param(
+            (128, 256),
+            ("d_model", "d_ff"),
+            P("fsdp", "tensor"),
+            P("fsdp"),
+            P("tensor"),
+            id="wide matrix",
+        ),
+        pytest.param(
+            (256, 128),
+            ("d_model", "d_ff"),
+            P("fsdp", "tensor"),
+            P("tensor"),
+            P("fsdp"),
+            id="tall matrix",
+        ),
+        pytest.param(
+            (256, 256),
+            ("d_model", "d_ff"),
+            P("fsdp", "tensor"),
+            P("fsdp"),
+            P("tensor"),
+            id="square matrix, where only the field tells rows from columns",
+        ),
+        pytest.param(
+            (2, 128, 256),
+            ("d_model", "d_ff"),
+            P(None, "fsdp"),
+            P(None, "fsdp"),
+            P(None, None),
+            id="stack of wide matrices",
+        ),
+        pytest.param(
+            (2, 256, 256),
+            ("d_model", "d_ff"),
+            P(None, "fsdp", "tensor"),
+            P(None, "fsdp"),
+            P(None, "tensor"),
+            id="stack of square matrices",
+        ),
+        pytest.param(
+            (128, 2, 256),
+            ("d_model", "heads", "d_ff"),
+            P("fsdp", "tensor"),
+            P("fsdp", "tensor"),
+            P("tensor", None),
+            id="heads between rows and columns",
+        ),
     ],
 )
-def test_factored_moments_keep_the_axes_of_the_dims_they_keep(shape, spec, row, column):
-    """The expected dims are also read off the values: a moment varies along the dims it
-    kept.
-    """
-    params = {"w": jnp.ones(shape)}
-    names = {
-        "w": ("d_model", "d_ff")
-        if shape[0] == 2 or len(shape) == 2
-        else ("d_model", "heads", "d_ff")
-    }
+
+
+def adafactor_of(params, names):
     config = OptimizerConfig(name="adafactor")
-    transform = optimizers.build_optimizer(config, constant(0.1), params, names)
-    state = jax.eval_shape(transform.init, params)
-    specs = state_specs(state, params, {"w": spec})
-    factored = specs[0][0]
-    assert (factored.v_row["w"], factored.v_col["w"]) == (row, column)
-    assert factored.v["w"] == factored.count == P()
-    for axis, entry in enumerate(spec):
-        along = jnp.arange(1.0, shape[axis] + 1)
-        along = along.reshape([-1 if i == axis else 1 for i in range(len(shape))])
-        grads = {"w": jnp.broadcast_to(along, shape)}
-        state = transform.update(grads, transform.init(params), params)[1][0][0]
-        for moment, moment_spec in (
-            (state.v_row["w"], row),
-            (state.v_col["w"], column),
-        ):
-            varies = float(moment.max() / moment.min()) > 1.5
-            assert entry is None or varies == (entry in moment_spec)
+    return optimizers.build_optimizer(config, constant(0.1), params, {"w": names})
+
+
+@FACTORED
+def test_factored_moments_keep_the_axes_of_the_dims_they_keep(
+    shape, names, spec, row_spec, column_spec
+):
+    params = {"w": jnp.ones(shape)}
+    state = jax.eval_shape(adafactor_of(params, names).init, params)
+    moments = state_specs(state, params, {"w": spec})[0][0]
+
+    assert moments.v_row["w"] == row_spec
+    assert moments.v_col["w"] == column_spec
+    assert moments.v["w"] == P(), "a placeholder"
+    assert moments.count == P()
+
+
+@FACTORED
+def test_a_factored_moment_varies_along_the_dims_whose_axes_it_has(
+    shape, names, spec, row_spec, column_spec
+):
+    """Shows by values that the table above has the right dims."""
+    params = {"w": jnp.ones(shape)}
+    transform = adafactor_of(params, names)
+    sharded_dims = [(dim, axis) for dim, axis in enumerate(spec) if axis]
+    assert sharded_dims
+
+    for dim, axis in sharded_dims:
+        grads = {"w": growing_along(dim, shape)}
+        moments = transform.update(grads, transform.init(params), params)[1][0][0]
+        assert varies(moments.v_row["w"]) == (axis in row_spec)
+        assert varies(moments.v_col["w"]) == (axis in column_spec)
+
+
+def growing_along(dim, shape):
+    others = [other for other in range(len(shape)) if other != dim]
+    growing = jnp.expand_dims(jnp.arange(1.0, shape[dim] + 1), others)
+    return jnp.broadcast_to(growing, shape)
+
+
+def varies(moment):
+    return float(moment.max() / moment.min()) > 1.5
 
 
 def test_paths_that_end_alike():

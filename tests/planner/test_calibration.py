@@ -123,63 +123,86 @@ def test_a_plan_takes_the_times_of_the_file(tmp_path, monkeypatch, capsys):
     assert "all-gather over fsdp" in shown
 
 
+@pytest.fixture
+def nothing_compiles(monkeypatch):
+    def make_plan(*_, **__):
+        pytest.fail("a compile was started")
+
+    monkeypatch.setattr(answer, "make_plan", make_plan)
+
+
 @pytest.mark.parametrize(
-    ("fits", "hardware", "words"),
+    ("fits", "fault"),
     [
-        (
+        pytest.param(
             [fit("all-reduce"), fit("all-gather", residual=0.21)],
-            "cpu:2",
             "off by more than 20%: all-gather",
+            id="a line far from its points",
         ),
-        (
+        pytest.param(
             [fit("all-reduce", bytes_per_s=None)],
-            "cpu:2",
             "off by more than 20%: all-reduce",
+            id="no rate",
         ),
-        ([fit("all-reduce")], "cpu:4", "measured on cpu:4, the plan is for cpu:2"),
-        (
-            [fit("all-reduce")],
-            "h100:1x2",
-            "measured on h100:1x2, the plan is for cpu:2",
+        pytest.param([], "no fit in it is usable", id="no fit"),
+        pytest.param(
+            [fit("all-reduce", alpha_s="soon")], "alpha_s of a fit", id="a word as time"
         ),
-        ([], "cpu:2", "no fit in it is usable"),
-        ([fit("all-reduce", alpha_s="soon")], "cpu:2", "alpha_s of a fit"),
-        ([fit("broadcast")], "cpu:2", "kinds are"),
-        ([{"kind": "all-reduce"}], "cpu:2", "of a fit is"),
+        pytest.param([fit("broadcast")], "kinds are", id="unknown collective"),
+        pytest.param([{"kind": "all-reduce"}], "of a fit is", id="missing fields"),
     ],
 )
-def test_what_cannot_calibrate_is_refused_before_anything_compiles(
-    fits, hardware, words, tmp_path, monkeypatch
+def test_a_file_without_usable_times_is_refused_before_anything_compiles(
+    fits, fault, tmp_path, nothing_compiles
 ):
-    monkeypatch.setattr(
-        answer, "make_plan", lambda *_, **__: pytest.fail("nothing is to be compiled")
-    )
-    command = [
-        *FLAGS,
-        "--on=cpu:2",
-        f"--calibration={written(tmp_path, fits, hardware)}",
-    ]
-    with pytest.raises(ConfigError, match=words):
+    file = written(tmp_path, fits)
+    command = [*FLAGS, "--on=cpu:2", f"--calibration={file}"]
+    with pytest.raises(ConfigError, match=fault):
         plan.main(command)
     assert exit_code.exit_code(lambda: plan.main(command)) == 78
+
+
+@pytest.mark.parametrize("hardware", ["cpu:4", "h100:1x2"])
+def test_times_of_other_hardware_are_refused_before_anything_compiles(
+    hardware, tmp_path, nothing_compiles
+):
+    file = written(tmp_path, [fit("all-reduce")], hardware)
+    command = [*FLAGS, "--on=cpu:2", f"--calibration={file}"]
+    fault = f"measured on {hardware}, the plan is for cpu:2"
+    with pytest.raises(ConfigError, match=fault):
+        plan.main(command)
+
+
+def test_a_search_takes_no_measured_times(tmp_path, nothing_compiles):
+    file = written(tmp_path, [fit("all-reduce")])
+    command = [*FLAGS, "--on=cpu:2", f"--calibration={file}", "--fix"]
     with pytest.raises(ConfigError, match="leave out --search and --fix"):
-        plan.main([*command, "--fix"])
+        plan.main(command)
 
 
-def test_a_fit_serves_its_chip_its_network_and_its_size(tmp_path):
-    entries = [fit("all-reduce", 1e-5, 1e9, axis="data", axis_size=8, link="NVLink")]
-    for hardware, on, held in [
-        ("h100:1x8", "h100:4x8@25GB/s", True),
-        ("h100:2x8@25GB/s", "h100:4x8@25GB/s", True),
-        ("h100:2x8@50GB/s", "h100:4x8@25GB/s", False),
-        ("h200:1x8", "h100:1x8", False),
-    ]:
-        file = written(tmp_path, entries, hardware)
-        if held:
-            assert len(calibration.load(file, targets.parse(on)).fits) == 1
-            continue
-        with pytest.raises(ConfigError, match="datasheet rates"):
-            calibration.load(file, targets.parse(on))
+NVLINK_FIT = fit("all-reduce", 1e-5, 1e9, axis="data", axis_size=8, link="NVLink")
+
+
+@pytest.mark.parametrize("measured_on", ["h100:1x8", "h100:2x8@25GB/s"])
+def test_a_fit_serves_a_larger_machine_of_the_same_chip_and_network(
+    measured_on, tmp_path
+):
+    file = written(tmp_path, [NVLINK_FIT], measured_on)
+    held = calibration.load(file, targets.parse("h100:4x8@25GB/s"))
+    assert len(held.fits) == 1
+
+
+@pytest.mark.parametrize(
+    ("measured_on", "planned_on"),
+    [
+        pytest.param("h100:2x8@50GB/s", "h100:4x8@25GB/s", id="another network"),
+        pytest.param("h200:1x8", "h100:1x8", id="another chip"),
+    ],
+)
+def test_a_fit_of_another_network_or_chip_is_refused(measured_on, planned_on, tmp_path):
+    file = written(tmp_path, [NVLINK_FIT], measured_on)
+    with pytest.raises(ConfigError, match="datasheet rates"):
+        calibration.load(file, targets.parse(planned_on))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -204,66 +227,103 @@ def test_a_chain_holds_one_collective_of_its_kind_and_payload(kind, monkeypatch)
             assert (found.axis, found.group_size) == (axis, n)
 
 
-@pytest.mark.parametrize("name", ["v5p_tensor4", "h100_4x8"])
-def test_measured_times_are_hidden_by_compute_or_exposed(name, tmp_path):
-    """On a TPU and on a GPU, of whose compute a plan knows: sums by hand, and what
-    their windows hold.
+class StoredPlan:
+    """The plan of a compiled program, whose compute it knows, with any measured times.
+
+    A group is a kind of collective on an axis of a size and a link: it has a line of its
+    own.
     """
-    before = planned(name)
-    behind = [one.asynchronous for one in before.collectives]
-    assert any(behind)
-    assert before.time.waterfall["exposed communication"] > 0
-    groups = dict.fromkeys(
-        (o.kind, o.axis, o.group_size, o.link.name) for o in before.collectives
-    )
 
-    def measured(line) -> Plan:
-        """Returns the plan with each group's (alpha, rate) by its place."""
-        lines = [(group, *line(i)) for i, group in enumerate(groups)]
-        entries = [
-            fit(kind, alpha, rate, axis=axis, axis_size=size, link=link)
-            for (kind, axis, size, link), alpha, rate in lines
-        ]
-        file = written(tmp_path, entries, CASES[name][0])
-        return planned(name, calibration.load(file, targets.parse(CASES[name][0])))
-
-    def parts(found: Plan) -> tuple[float, float]:
-        """Returns the seconds in the open, and all of those behind compute."""
-        seconds = [one.step_s for one in found.collectives]
-        together = sum(s for s, hides in zip(seconds, behind, strict=True) if hides)
-        return sum(seconds) - together, together
-
-    rates = {group: (1e-5 * (i + 1), 1e9 * (i + 2)) for i, group in enumerate(groups)}
-    after = measured(lambda i: list(rates.values())[i])
-    for old, new in zip(before.collectives, after.collectives, strict=True):
-        alpha, rate = rates[new.kind, new.axis, new.group_size, new.link.name]
-        assert (
-            new.step_s
-            == pytest.approx(new.count * (alpha + new.wire_bytes / rate))
-            != old.step_s
+    def __init__(self, name, folder):
+        self._name, self._folder = name, folder
+        self.by_datasheet = planned(name)
+        self.groups = list(
+            dict.fromkeys(self.group_of(c) for c in self.by_datasheet.collectives)
         )
-    opened, together = parts(after)
-    exposed = after.time.waterfall["exposed communication"]
-    assert exposed == pytest.approx(opened + together - after.time.hidden_s)
-    assert after.time.hidden_s == pytest.approx(
-        sum(one.hidden_s for one in after.collectives)
-    )
-    change = exposed - before.time.waterfall["exposed communication"]
-    # compute stays
-    assert after.time.step_s - before.time.step_s == pytest.approx(change)
 
-    fast = measured(lambda i: (1e-12, 1e18))
-    # one after the other on a link
-    for old, new in zip(before.collectives, fast.collectives, strict=True):
-        whole = new.step_s if old.hidden_s > 1e-9 else 0.0
-        assert new.hidden_s == pytest.approx(whole, abs=1e-3 * new.step_s)
-    assert 0 < fast.time.hidden_s < sum(one.step_s for one in fast.collectives)
-    slow, slower = (
-        measured(lambda i, alpha=alpha: (alpha, 1e18)) for alpha in (1.0, 2.0)
+    def group_of(self, collective):
+        return (
+            collective.kind,
+            collective.axis,
+            collective.group_size,
+            collective.link.name,
+        )
+
+    def with_times(self, lines: dict) -> Plan:
+        """Plans with lines: group -> (seconds of latency, bytes a second)."""
+        hardware = CASES[self._name][0]
+        fits = [
+            fit(kind, latency_s, rate, axis=axis, axis_size=size, link=link)
+            for (kind, axis, size, link), (latency_s, rate) in lines.items()
+        ]
+        file = written(self._folder, fits, hardware)
+        return planned(self._name, calibration.load(file, targets.parse(hardware)))
+
+    def with_one_line(self, latency_s: float, rate: float = 1e18) -> Plan:
+        return self.with_times(dict.fromkeys(self.groups, (latency_s, rate)))
+
+
+@pytest.fixture(params=["v5p_tensor4", "h100_4x8"])
+def stored(request, tmp_path):
+    """Stands for a TPU and for a GPU; some of their collectives are asynchronous."""
+    stored = StoredPlan(request.param, tmp_path)
+    assert any(c.asynchronous for c in stored.by_datasheet.collectives)
+    assert exposed_s(stored.by_datasheet) > 0
+    return stored
+
+
+def exposed_s(plan: Plan) -> float:
+    return plan.time.waterfall["exposed communication"]
+
+
+def test_a_measured_collective_takes_its_groups_latency_and_rate(stored):
+    lines = {
+        group: (1e-5 * (place + 1), 1e9 * (place + 2))
+        for place, group in enumerate(stored.groups)
+    }
+    measured = stored.with_times(lines)
+
+    datasheet = stored.by_datasheet.collectives
+    for old, new in zip(datasheet, measured.collectives, strict=True):
+        latency_s, rate = lines[stored.group_of(new)]
+        by_hand = new.count * (latency_s + new.wire_bytes / rate)
+        assert new.step_s == pytest.approx(by_hand)
+        assert new.step_s != old.step_s
+
+
+def test_measured_time_is_either_hidden_or_exposed_and_compute_stays(stored):
+    datasheet, measured = stored.by_datasheet, stored.with_one_line(1e-5, 1e9)
+
+    communication_s = sum(c.step_s for c in measured.collectives)
+    assert exposed_s(measured) + measured.time.hidden_s == pytest.approx(
+        communication_s
     )
-    # all that the windows hold
-    assert 0 < slow.time.hidden_s == pytest.approx(slower.time.hidden_s)
-    executions = sum(one.count for one in slow.collectives)
+    assert measured.time.hidden_s == pytest.approx(
+        sum(c.hidden_s for c in measured.collectives)
+    )
+    more_exposed = exposed_s(measured) - exposed_s(datasheet)
+    assert more_exposed != pytest.approx(0)
+    assert measured.time.step_s - datasheet.time.step_s == pytest.approx(more_exposed)
+
+
+def test_collectives_of_no_time_are_hidden_whole_where_any_was_hidden(stored):
+    fast = stored.with_one_line(1e-12)
+
+    assert 0 < fast.time.hidden_s < sum(c.step_s for c in fast.collectives)
+    datasheet = stored.by_datasheet.collectives
+    for old, new in zip(datasheet, fast.collectives, strict=True):
+        is_hidden = old.hidden_s > 1e-9
+        expected_s = new.step_s if is_hidden else 0.0
+        assert new.hidden_s == pytest.approx(expected_s, abs=1e-3 * new.step_s)
+
+
+def test_compute_hides_only_what_it_lasts(stored):
+    """A second more for each collective lengthens the step by as many seconds."""
+    slow, slower = stored.with_one_line(1.0), stored.with_one_line(2.0)
+
+    assert slow.time.hidden_s > 0
+    assert slow.time.hidden_s == pytest.approx(slower.time.hidden_s)
+    executions = sum(c.count for c in slow.collectives)
     assert slower.time.step_s - slow.time.step_s == pytest.approx(executions)
 
 

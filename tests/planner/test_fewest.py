@@ -46,37 +46,71 @@ def test_sizes_are_those_that_are_sold():
         next(fewest.sizes("h100@0GB/s"))
 
 
-def test_the_first_that_the_compiler_takes_is_the_smallest(monkeypatch):
-    asked = []
+class CompilerThatRefusesTheFirst:
+    """Stands for `make_plan`: the first layout does not fit, all later ones do."""
 
-    def compiled(run, target, **options):  # refuses the first
-        asked.append((target.text, run.mesh.zero, run.batch.accumulation))
-        return replace(
-            plan_by_arithmetic(run, target), fits=len(asked) > 1, peak_bytes=1
-        )
+    def __init__(self):
+        self.asked = []  # text of the target, mesh.zero
 
-    monkeypatch.setattr(fewest, "make_plan", compiled)
-    found = fewest.fewest(
-        run_of("llama3_8b", **{"batch.global_size": 8, "batch.sequence_length": 512}),
-        "h100",
-    )
+    def __call__(self, run, target, **options):
+        self.asked.append((target.text, run.mesh.zero))
+        by_arithmetic = plan_by_arithmetic(run, target)
+        return replace(by_arithmetic, fits=len(self.asked) > 1, peak_bytes=1)
+
+
+@pytest.fixture(scope="module")
+def smallest_for_8b():
+    """Returns the answer for an 8B model on H100s, and what was compiled for it."""
+    compiler = CompilerThatRefusesTheFirst()
+    values = {"batch.global_size": 8, "batch.sequence_length": 512}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fewest, "make_plan", compiler)
+        found = fewest.fewest(run_of("llama3_8b", **values), "h100")
+    return found, compiler.asked
+
+
+def rows_by_size(found):
     by_size = {}
     for row in found.rows:
         by_size.setdefault(row.target.text, []).append(row)
-    assert [row.zero for row in by_size["h100:1x1"]] == [0]
-    assert not any(row.fits for row in by_size["h100:1x1"])  # 16 bytes x 8B on 80 GB
-    assert [row.zero for row in by_size["h100:1x4"]] == [0, 1, 2, 3]
+    return by_size
+
+
+def test_the_first_that_the_compiler_takes_is_the_smallest(smallest_for_8b):
+    found, asked = smallest_for_8b
+    assert [target for target, _ in asked] == ["h100:1x2", "h100:1x4"]
+    assert (found.best.target.text, found.best.run.mesh.zero) == asked[1]
     assert found.exit_code == 0
-    assert len(asked) == 2
-    assert (found.best.target.text, found.best.run.mesh.zero) == asked[1][:2]
-    assert [text for text, *_ in asked] == ["h100:1x2", "h100:1x4"]
-    assert list(by_size)[-1] == "h100:1x8"
-    peaks = {row.zero: row.peak_bytes for row in by_size["h100:1x4"]}
-    assert peaks[3] < peaks[1] < peaks[0]
-    best = found.to_json()["best"]
+
+
+def test_a_size_that_arithmetic_rules_out_is_not_compiled(smallest_for_8b):
+    found, asked = smallest_for_8b
+    one_chip = rows_by_size(found)["h100:1x1"]  # 16 bytes x 8B on 80 GB
+    assert not any(row.fits for row in one_chip)
+    assert "h100:1x1" not in [target for target, _ in asked]
+
+
+def test_a_size_has_a_row_for_each_zero_stage_that_it_allows(smallest_for_8b):
+    by_size = rows_by_size(smallest_for_8b[0])
+    assert [row.zero for row in by_size["h100:1x1"]] == [0]
+    assert [row.zero for row in by_size["h100:1x4"]] == [0, 1, 2, 3]
+
+
+def test_higher_zero_stages_hold_less(smallest_for_8b):
+    four_chips = rows_by_size(smallest_for_8b[0])["h100:1x4"]
+    peak_bytes = {row.zero: row.peak_bytes for row in four_chips}
+    assert peak_bytes[3] < peak_bytes[1] < peak_bytes[0]
+
+
+def test_the_next_larger_size_is_shown_too(smallest_for_8b):
+    assert list(rows_by_size(smallest_for_8b[0]))[-1] == "h100:1x8"
+
+
+def test_the_answer_in_json_has_all_keys_of_its_layout(smallest_for_8b):
+    best = smallest_for_8b[0].to_json()["best"]
     assert best["fits"]
     assert any(word.startswith("mesh.fsdp=") for word in best["overrides"])
-    assert "batch.accumulation=1" in best["overrides"]  # whatever the config says
+    assert "batch.accumulation=1" in best["overrides"], "whatever the config says"
 
 
 def test_a_batch_is_cut_into_all_parts_that_its_shards_allow():

@@ -89,8 +89,8 @@ def tpu_plan(cache):
 
 @needs_libtpu
 def test_a_plan_holds_what_the_compiler_says(tpu_plan):
-    assert tpu_plan.fits is True, tpu_plan.exit_reason
-    assert tpu_plan.exit_code == 0
+    assert tpu_plan.fits is True
+    assert tpu_plan.exit_code == 0, tpu_plan.exit_reason
     found, devices = tpu_plan.compiled, tpu_plan.target.num_devices
     batch = (
         sum(

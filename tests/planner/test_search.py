@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import math
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -53,29 +54,39 @@ def llama():
     return run, target, meshes, illegal, list(layouts.candidates(meshes, target))
 
 
-def one_of(found, **wanted):
-    """Returns the estimate of the one candidate with these axis sizes (else 1), zero 3
-    and remat full.
+def estimate_of(
+    candidates,
+    *,
+    remat="full",
+    accumulation=1,
+    zero=3,
+    microbatches=0,
+    chunks=1,
+    **axis_sizes,
+):
+    """Returns the estimate of the one candidate with these options; other axes are 1.
+
+    Args:
+      microbatches: 0 stands for any number.
+      chunks: parts of a stage's layers; read in layouts with a pipeline only.
     """
-    given = {
-        "remat": "full",
-        "accumulation": 1,
-        "zero": 3,
-        "microbatches": 0,
-        "chunks": 1,
-    } | wanted
-    sizes = {a: wanted.get(a, 1) for a in ("pipeline", "data", "fsdp", "tensor")}
-    (one,) = [
-        c
-        for c in found
-        if all(c.shape.sizes[a] == n for a, n in sizes.items())
-        and (c.run.remat.policy, c.run.mesh.zero) == (given["remat"], given["zero"])
-        and c.run.batch.accumulation == given["accumulation"]
-        and not c.run.mesh.sequence_parallel
-        and given["microbatches"] in (0, c.run.pipeline.microbatches)
-        and (sizes["pipeline"] == 1 or c.run.pipeline.chunks == given["chunks"])
-    ]
-    return one.estimate
+    axes = ("pipeline", "data", "fsdp", "tensor")
+    sizes = {axis: axis_sizes.get(axis, 1) for axis in axes}
+
+    def is_wanted(candidate):
+        run, shape = candidate.run, candidate.shape
+        return (
+            all(shape.sizes[axis] == size for axis, size in sizes.items())
+            and run.remat.policy == remat
+            and run.mesh.zero == zero
+            and run.batch.accumulation == accumulation
+            and not run.mesh.sequence_parallel
+            and microbatches in (0, run.pipeline.microbatches)
+            and (sizes["pipeline"] == 1 or run.pipeline.chunks == chunks)
+        )
+
+    (candidate,) = filter(is_wanted, candidates)
+    return candidate.estimate
 
 
 def test_pipelines_are_tried_where_the_last_layers_save_more():
@@ -134,31 +145,64 @@ def test_nothing_legal_is_an_error_with_the_reason():
         )
 
 
-def test_arithmetic_grows_with_what_costs(llama):
-    found = llama[-1]
-    full, dots = one_of(found, fsdp=64), one_of(found, fsdp=64, remat="dots")
-    assert full.compute > 1.2 * dots.compute  # a forward pass again
-    some = one_of(found, fsdp=64, remat=layouts.REMAT[2])
+@pytest.fixture
+def estimate(llama):
+    """Returns a function: options of a layout -> what its step costs by arithmetic."""
+    *_, candidates = llama
+    return partial(estimate_of, candidates)
+
+
+def test_recomputing_more_layers_costs_compute(estimate):
+    full = estimate(fsdp=64, remat="full")
+    some = estimate(fsdp=64, remat=layouts.REMAT[2])
+    dots = estimate(fsdp=64, remat="dots")
     assert dots.compute < some.compute < full.compute
-    sums = [one_of(found, fsdp=64 // t, tensor=t) for t in (1, 2, 4, 8)]
-    assert all(
-        a.tensor < b.tensor and a.step_s < b.step_s for a, b in itertools.pairwise(sums)
-    )
-    assert sums[0].tensor == 0
-    assert sums[0].stages == 0
-    assert sums[0].host == 0
-    parts = [one_of(found, fsdp=16, tensor=4, accumulation=n) for n in (1, 2, 4)]
-    assert parts[2].gathers == pytest.approx(4 * parts[0].gathers)
-    few, many = (one_of(found, fsdp=32, pipeline=2, microbatches=n) for n in (1, 2))
-    assert few.bubble > many.bubble > 0
-    assert (
-        many.bubble
-        > one_of(found, fsdp=32, pipeline=2, microbatches=2, chunks=16).bubble
-    )
-    assert one_of(found, fsdp=64, remat=f"offload:{layouts.remat.INPUT}").host > 0
-    reduced = [one_of(found, fsdp=64, zero=z).gradients for z in (1, 2)]
-    assert reduced[0] == pytest.approx(2 * reduced[1])
-    assert all(0 < c.estimate.bound_s <= c.estimate.step_s < math.inf for c in found)
+    assert full.compute > 1.2 * dots.compute, "a forward pass again"
+
+
+def test_fsdp_alone_costs_neither_sums_nor_stages_nor_transfers_to_the_host(estimate):
+    fsdp = estimate(fsdp=64)
+    assert fsdp.tensor == 0
+    assert fsdp.stages == 0
+    assert fsdp.host == 0
+
+
+def test_tensor_parallelism_costs_sums_and_time(estimate):
+    wider = [estimate(fsdp=64 // tensor, tensor=tensor) for tensor in (1, 2, 4, 8)]
+    for narrow, wide in itertools.pairwise(wider):
+        assert narrow.tensor < wide.tensor
+        assert narrow.step_s < wide.step_s
+
+
+def test_each_part_of_an_accumulated_batch_gathers_the_parameters_again(estimate):
+    whole = estimate(fsdp=16, tensor=4, accumulation=1)
+    in_four = estimate(fsdp=16, tensor=4, accumulation=4)
+    assert in_four.gathers == pytest.approx(4 * whole.gathers)
+
+
+def test_microbatches_and_chunks_shorten_the_bubble_of_a_pipeline(estimate):
+    few = estimate(fsdp=32, pipeline=2, microbatches=1)
+    many = estimate(fsdp=32, pipeline=2, microbatches=2)
+    chunked = estimate(fsdp=32, pipeline=2, microbatches=2, chunks=16)
+    assert few.bubble > many.bubble > chunked.bubble
+    assert many.bubble > 0
+
+
+def test_offloading_costs_transfers_to_the_host(estimate):
+    offloaded = estimate(fsdp=64, remat=f"offload:{layouts.remat.INPUT}")
+    assert offloaded.host > 0
+
+
+def test_zero_2_reduces_gradients_in_half_the_bytes_of_zero_1(estimate):
+    zero_1, zero_2 = estimate(fsdp=64, zero=1), estimate(fsdp=64, zero=2)
+    assert zero_1.gradients == pytest.approx(2 * zero_2.gradients)
+
+
+def test_no_estimate_is_shorter_than_its_lower_bound(llama):
+    *_, candidates = llama
+    for candidate in candidates:
+        bound_s, step_s = candidate.estimate.bound_s, candidate.estimate.step_s
+        assert 0 < bound_s <= step_s < math.inf, candidate.text
 
 
 def test_8_bit_floats_are_gathered_in_half_the_bytes_and_multiplied_in_less_time():
@@ -166,7 +210,7 @@ def test_8_bit_floats_are_gathered_in_half_the_bytes_and_multiplied_in_less_time
     for matmul in ("compute", "fp8_rowwise", "fp8_rowwise_wgrad_bf16"):
         run = run_of("llama3_8b", f"precision.matmul={matmul} batch.global_size=8")
         meshes, _ = layouts.legal_meshes(run, target)
-        found[matmul] = one_of(list(layouts.candidates(meshes, target)), fsdp=8)
+        found[matmul] = estimate_of(list(layouts.candidates(meshes, target)), fsdp=8)
     half, byte, mixed = found.values()
     coded = 6.71 / 8.03  # parameters: all but embedding, head, key and value
     assert byte.gathers == pytest.approx(half.gathers * (1 - coded / 2), rel=2e-3)
@@ -202,7 +246,7 @@ def test_state_is_a_lower_bound_of_what_is_accounted(llama):
 
 def test_products_alone_take_what_flops_over_peak_say(llama):
     _run, target, _, _, found = llama
-    bare = one_of(found, fsdp=64, remat="none").compute
+    bare = estimate_of(found, fsdp=64, remat="none").compute
     flops = 6 * 8.03e9 * 64 * 8192 / 64 / target.chip.peak("bfloat16")
     # attention comes on top, the embedding's lookup does not count
     assert flops < bare < 1.6 * flops

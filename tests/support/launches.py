@@ -101,9 +101,8 @@ def wait_for_step(
     """Waits until the metrics show the step, after `since` bytes of them."""
     until = time.monotonic() + 200
     while not any(row >= step for row in steps_after(workdir, since)):
-        assert agent.poll() is None and time.monotonic() < until, output(workdir)[
-            -4000:
-        ]
+        assert agent.poll() is None, output(workdir)[-4000:]
+        assert time.monotonic() < until, output(workdir)[-4000:]
         time.sleep(0.005)
 
 
@@ -236,11 +235,8 @@ def assert_time_adds_up(
     assert abs(found.wall_s - wall_s) <= 0.010, (found, wall_s)
     assert min(found.buckets.values()) >= 0
     assert {"down", "lost", "start", "step"} <= found.buckets.keys()
-    assert began - 0.02 <= lives[0].began and lives[-1].written <= ended + 0.02, (
-        began,
-        ended,
-        lives,
-    )
+    assert began - 0.02 <= lives[0].began
+    assert lives[-1].written <= ended + 0.02
     assert all(a.written <= b.began + 0.02 for a, b in itertools.pairwise(lives))
     return found
 

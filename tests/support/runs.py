@@ -107,6 +107,16 @@ def train(workdir: Path, devices: int = 1, **changes) -> subprocess.CompletedPro
     return done
 
 
+def train_here(workdir: Path, **changes) -> int:
+    """Trains on all devices of this process, without the seconds that a new one needs.
+
+    Returns:
+      The exit code.
+    """
+    arguments = command(workdir, **changes)[3:]  # without python -m jaxdist.train
+    return exit_code.exit_code(lambda: train_command.main(arguments))
+
+
 def train_and_kill(workdir: Path, after_step: int, devices: int = 1, **changes) -> None:
     """Starts a run and kills it -9 as soon as its metrics show the step."""
     process = subprocess.Popen(

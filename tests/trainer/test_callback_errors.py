@@ -145,14 +145,11 @@ def test_every_method_of_a_callback_is_tried():
     assert tried == methods
 
 
-def test_an_error_of_one_process_in_a_step_ends_both_and_the_run_resumes(
-    straight, half, tmp_path, monkeypatch
-):
+def test_an_error_of_one_process_in_a_step_ends_both_and_what_is_saved_is_whole(half):
+    """The tests below resume what this run has left."""
     workdir, ended = half
     check_codes(ended, "on_step", 1)
-    shutil.copytree(workdir, tmp_path / "run")
-    assert check_saved(tmp_path / "run")
-    check_resumes(tmp_path / "run", straight, monkeypatch)
+    assert check_saved(workdir)
 
 
 @pytest.mark.parametrize(

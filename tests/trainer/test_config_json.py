@@ -177,46 +177,87 @@ def test_a_logger_that_a_folder_names_is_code_like_a_model(code, tmp_path):
     workdir.read_config(run)  # to compare with, or to generate text: no logger is made
 
 
-@pytest.mark.parametrize(
-    "how", ["path", "module", "package", "link to it", "link from it", "above"]
+TRUSTING_FLAGS = pytest.mark.parametrize(
+    "flag", ["--trust-code", "--config.model.target=TARGET"]
 )
-def test_a_file_below_the_run_never_runs(how, code, tmp_path, capsys, monkeypatch):
-    run = tmp_path / "run"
-    file = code(run / "inside" / "model_in_run.py")
-    target = f"{file}:Model"
-    monkeypatch.chdir(run)
-    if how == "module":
-        monkeypatch.chdir(file.parent)
-        target = "model_in_run:Model"
-    elif how == "package":
-        target = "inside.model_in_run:Model"
-    elif how == "link to it":
-        (tmp_path / "outside.py").symlink_to(file)
-        target = f"{tmp_path}/outside.py:Model"
-    elif how == "link from it":
-        file.rename(tmp_path / "elsewhere.py")
-        file.symlink_to(tmp_path / "elsewhere.py")
-    elif how == "above":
-        (tmp_path / "alias").symlink_to(run)
-    folder = folder_with(tmp_path / "alias" if how == "above" else run, target)
-    for flag in ("--trust-code", f"--config.model.target={target}"):
-        main, arguments = words("generate", folder)
-        exit_code, error = code_and_error(capsys, main, *arguments, flag)
+NAMES_OF_A_FILE = pytest.mark.parametrize(
+    ("directory", "target"),
+    [
+        pytest.param("run", "{file}:Model", id="path"),
+        pytest.param("run/inside", "model_in_run:Model", id="module"),
+        pytest.param("run", "inside.model_in_run:Model", id="module of a package"),
+    ],
+)
+
+
+@pytest.fixture
+def assert_refused(tmp_path, capsys):
+    """Returns a function: runs a command that must execute no model's file."""
+
+    def check(main, arguments):
+        exit_code, error = code_and_error(capsys, main, *arguments)
         assert exit_code == 78
         assert "never executed; copy it elsewhere" in error
-    assert not list(tmp_path.rglob("*.executed"))
-    if how in ("path", "module", "package"):
-        again = [
-            "--config",
-            "vit_digits",
-            f"--config.model.target={target}",
-            "--workdir",
-            run,
-        ]
-        exit_code, error = code_and_error(capsys, train.main, *again)
-        assert exit_code == 78
-        assert "never executed; copy it elsewhere" in error
-    assert not list(tmp_path.rglob("*.executed"))
+        assert not list(tmp_path.rglob("*.executed"))
+
+    return check
+
+
+@TRUSTING_FLAGS
+@NAMES_OF_A_FILE
+def test_a_file_below_the_run_never_runs(
+    directory, target, flag, code, tmp_path, monkeypatch, assert_refused
+):
+    file = code(tmp_path / "run" / "inside" / "model_in_run.py")
+    target = target.format(file=file)
+    monkeypatch.chdir(tmp_path / directory)
+    main, arguments = words("generate", folder_with(tmp_path / "run", target))
+    assert_refused(main, [*arguments, flag.replace("TARGET", target)])
+
+
+@NAMES_OF_A_FILE
+def test_training_in_a_folder_never_runs_a_file_below_it(
+    directory, target, code, tmp_path, monkeypatch, assert_refused
+):
+    file = code(tmp_path / "run" / "inside" / "model_in_run.py")
+    target = target.format(file=file)
+    monkeypatch.chdir(tmp_path / directory)
+    run = folder_with(tmp_path / "run", target)
+    named = f"--config.model.target={target}"
+    arguments = ["--config", "vit_digits", named, "--workdir", run]
+    assert_refused(train.main, arguments)
+
+
+def link_to_the_file(file, run):
+    outside = run.parent / "outside.py"
+    outside.symlink_to(file)
+    return run, f"{outside}:Model"
+
+
+def link_from_the_run(file, run):
+    elsewhere = run.parent / "elsewhere.py"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+    return run, f"{file}:Model"
+
+
+def link_to_the_run(file, run):
+    alias = run.parent / "alias"
+    alias.symlink_to(run)
+    return alias, f"{file}:Model"
+
+
+@TRUSTING_FLAGS
+@pytest.mark.parametrize(
+    "make_link", [link_to_the_file, link_from_the_run, link_to_the_run]
+)
+def test_a_link_does_not_hide_that_a_file_lies_below_the_run(
+    make_link, flag, code, tmp_path, assert_refused
+):
+    file = code(tmp_path / "run" / "model_in_run.py")
+    folder, target = make_link(file, tmp_path / "run")
+    main, arguments = words("generate", folder_with(folder, target))
+    assert_refused(main, [*arguments, flag.replace("TARGET", target)])
 
 
 @pytest.mark.parametrize("how", ["named", "in a config.json"])

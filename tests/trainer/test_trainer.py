@@ -3,7 +3,6 @@ machines.
 """
 
 import json
-import random
 import re
 import shutil
 import signal
@@ -25,6 +24,7 @@ from support.runs import (
     losses,
     train,
     train_and_kill,
+    train_here,
 )
 
 
@@ -32,6 +32,15 @@ from support.runs import (
 def straight(tmp_path_factory) -> Path:
     workdir = tmp_path_factory.mktemp("straight") / "run"
     train(workdir, train__sample_tokens=8)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> Path:
+    """The workdir of a run that was killed amid its steps, not to be changed."""
+    workdir = tmp_path_factory.mktemp("killed") / "run"
+    train_and_kill(workdir, 30)
+    assert 30 <= last_step(workdir) < 60
     return workdir
 
 
@@ -58,9 +67,11 @@ def test_a_run_learns_and_writes_what_it_promises(straight):
     assert run["mfu_peak"] == {"dtype": "float32", "flops_per_s": None}
 
 
-def test_kill_9_and_the_same_command_give_the_same_run_bitwise(straight, tmp_path):
-    workdir = tmp_path / "killed"
-    train_and_kill(workdir, random.Random(0).randrange(8, 55))
+def test_kill_9_and_the_same_command_give_the_same_run_bitwise(
+    straight, killed, tmp_path
+):
+    workdir = tmp_path / "again"
+    shutil.copytree(killed, workdir)
     done = train(workdir)
     assert "resumed after step" in done.stdout
     assert len(every_loss(workdir)) == 60
@@ -90,9 +101,9 @@ def test_a_resume_is_bitwise_where_gradients_are_summed_once_a_step(layout, tmp_
     assert same_state(tmp_path / "killed", tmp_path / "straight")
 
 
-def test_a_run_goes_on_on_another_mesh(straight, tmp_path):
+def test_a_run_goes_on_on_another_mesh(straight, killed, tmp_path):
     workdir = tmp_path / "moved"
-    train_and_kill(workdir, 30)
+    shutil.copytree(killed, workdir)
     layout = {
         "mesh__fsdp": 2,
         "mesh__tensor": 2,
@@ -116,11 +127,12 @@ def same_state(one: Path, other: Path) -> bool:
     return all(np.array_equal(a[name], b[name]) for name in a)
 
 
-def test_a_finished_run_says_so_and_how_to_go_on(straight):
+def test_a_finished_run_says_so_and_how_to_go_on(straight, capsys):
     before = (straight / "metrics.jsonl").read_bytes()
-    done = train(straight)
-    assert "finished at step 60" in done.stdout
-    assert "train.steps" in done.stdout
+    assert train_here(straight) == 0
+    shown = capsys.readouterr().out
+    assert "finished at step 60" in shown
+    assert "train.steps" in shown
     assert (straight / "metrics.jsonl").read_bytes() == before
 
 
@@ -155,23 +167,20 @@ def test_an_interrupt_saves_and_the_same_command_goes_on(straight, tmp_path):
     assert same_state(workdir, straight)
 
 
-def test_without_a_usable_checkpoint_a_run_does_not_begin_anew(straight, tmp_path):
+def test_without_a_usable_checkpoint_a_run_does_not_begin_anew(
+    straight, tmp_path, capsys
+):
     workdir = tmp_path / "torn"
     shutil.copytree(straight, workdir)
     for step in list_steps(workdir / "checkpoints"):
         shutil.rmtree(workdir / "checkpoints" / str(step) / "state")
     before = (workdir / "metrics.jsonl").read_bytes()
-    done = subprocess.run(
-        command(workdir), env=environment(1), capture_output=True, text=True
-    )
-    assert done.returncode == 77, done.stderr[-2000:]
-    assert "no usable checkpoint" in done.stderr, done.stderr[-2000:]
+
+    assert train_here(workdir) == 77
+    assert "no usable checkpoint" in capsys.readouterr().err
     shutil.rmtree(workdir / "checkpoints")  # or a disk that is not mounted
-    done = subprocess.run(
-        command(workdir), env=environment(1), capture_output=True, text=True
-    )
-    assert done.returncode == 77, done.stderr[-2000:]
-    assert "is it mounted?" in done.stderr, done.stderr[-2000:]
+    assert train_here(workdir) == 77
+    assert "is it mounted?" in capsys.readouterr().err
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
@@ -190,10 +199,10 @@ def test_a_log_on_a_full_disk_does_not_stop_a_run(tmp_path):
             text=True,
         )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert last_step(tmp_path) == 5, done.stderr[-2000:]
+    assert last_step(tmp_path) == 5
 
 
-def test_changed_data_is_refused_on_resume(tmp_path):
+def test_changed_data_is_refused_on_resume(tmp_path, capsys):
     text = tmp_path / "corpus"
     text.mkdir()
     for number in range(40):
@@ -206,14 +215,8 @@ def test_changed_data_is_refused_on_resume(tmp_path):
         "checkpoint__every_steps": 2,
         "optimizer__schedule": "constant",
     }
-    train(tmp_path / "run", **data)
+    assert train_here(tmp_path / "run", **data) == 0
     (text / "3.txt").write_text("something else " * 60)
     longer = data | {"train__steps": 8}
-    done = subprocess.run(
-        command(tmp_path / "run", **longer),
-        env=environment(1),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 78, done.stderr[-2000:]
-    assert "the data has changed" in done.stderr, done.stderr[-2000:]
+    assert train_here(tmp_path / "run", **longer) == 78
+    assert "the data has changed" in capsys.readouterr().err

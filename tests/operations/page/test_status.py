@@ -379,53 +379,72 @@ def test_a_lock_is_seen_without_taking_it(tmp_path):
 # --- the commands
 
 
-NAMES = ["other", "sweep/r0", "sweep/r1", "sweep/r2"]
-
-
-def test_a_table_of_runs_and_how_they_differ(tmp_path, capsys):
+@pytest.fixture
+def runs_folder(tmp_path):
+    """Writes three runs of a sweep and another one, which died."""
     for number in range(3):
         make_run(
             tmp_path / "sweep" / f"r{number}",
             config={"seed": number, "optimizer.name": "adamw"},
         )
     make_run(tmp_path / "other", config={"seed": 0, "new.key": (1, 2)}, stop="")
-    (tmp_path / "sweep" / "r0" / "checkpoints" / "1").mkdir(parents=True)
-    # inside a run, no run
-    (tmp_path / "sweep" / "r0" / "checkpoints" / "1" / "metrics.jsonl").touch()
-    os.symlink(tmp_path, tmp_path / "sweep" / "loop")
-    code, out = printed(capsys, runs.main, tmp_path, "--json")
-    document = json.loads(out)
+    return tmp_path
+
+
+def runs_as_json(folder, capsys):
+    code, out = printed(capsys, runs.main, folder, "--json")
     assert code == 0
-    assert [run["name"] for run in document["runs"]] == NAMES
-    assert [run["state"] for run in document["runs"]] == ["died", *["finished"] * 3]
+    return json.loads(out)
+
+
+def test_runs_below_a_folder_are_found_with_their_states(runs_folder, capsys):
+    found = runs_as_json(runs_folder, capsys)["runs"]
+    assert [(run["name"], run["state"]) for run in found] == [
+        ("other", "died"),
+        ("sweep/r0", "finished"),
+        ("sweep/r1", "finished"),
+        ("sweep/r2", "finished"),
+    ]
+
+
+def test_a_folder_inside_a_run_and_a_link_in_a_circle_are_no_runs(runs_folder, capsys):
+    before = runs_as_json(runs_folder, capsys)["runs"]
+    inside = runs_folder / "sweep" / "r0" / "checkpoints" / "1"
+    inside.mkdir(parents=True)
+    (inside / "metrics.jsonl").touch()
+    os.symlink(runs_folder, runs_folder / "sweep" / "loop")
+
+    after = runs_as_json(runs_folder, capsys)["runs"]
+    assert len(before) == 4
+    assert [run["name"] for run in after] == [run["name"] for run in before]
+
+
+def test_runs_tell_the_keys_in_which_they_differ(runs_folder, capsys):
+    document = runs_as_json(runs_folder, capsys)
     assert document["differing_keys"] == ["seed", "new.key", "optimizer.name"], (
         "keys that all have come first"
     )
-    assert document["runs"][2]["differs"] == {"seed": 1, "optimizer.name": "adamw"}
-    text = printed(capsys, runs.main, tmp_path)[1]
-    lines = text.splitlines()
-    assert lines[0].split() == [
-        "run",
-        "state",
-        "step",
-        "loss",
-        "tokens/s",
-        "MFU",
-        "started",
-    ]
+    (run,) = (run for run in document["runs"] if run["name"] == "sweep/r1")
+    assert run["differs"] == {"seed": 1, "optimizer.name": "adamw"}
+
+
+def test_the_table_of_runs_fits_80_columns(runs_folder, capsys):
+    lines = printed(capsys, runs.main, runs_folder)[1].splitlines()
+    heading = "run state step loss tokens/s MFU started"
+    assert lines[0].split() == heading.split()
     assert lines[4].split()[:5] == ["sweep/r0", "finished", "20/20", "3.0000", "64"]
     assert "    seed=0" in lines
     assert max(map(len, lines)) <= 80
-    (tmp_path / "other" / "run.json").write_text(
-        json.dumps(run_format.marked({"unit": "samples"}))
-    )
-    assert (
-        "tokens or samples/s" in printed(capsys, runs.main, tmp_path)[1].splitlines()[0]
-    )
-    assert (
-        ", samples_per_s 64, step"
-        in printed(capsys, status.main, tmp_path / "other")[1]
-    )
+
+
+def test_speeds_have_the_unit_of_their_run(runs_folder, capsys):
+    samples = json.dumps(run_format.marked({"unit": "samples"}))
+    (runs_folder / "other" / "run.json").write_text(samples)
+
+    table = printed(capsys, runs.main, runs_folder)[1].splitlines()
+    assert "tokens or samples/s" in table[0]
+    shown = printed(capsys, status.main, runs_folder / "other")[1]
+    assert ", samples_per_s 64, step" in shown
 
 
 def test_errors_are_one_line(tmp_path, capsys):

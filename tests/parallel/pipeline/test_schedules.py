@@ -5,6 +5,7 @@ tokens.
 import itertools
 import json
 import xml.etree.ElementTree as ElementTree
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -296,32 +297,38 @@ def test_the_slowest_chunk_sets_the_pace():
 
 
 def is_valid(schedule):
-    """An oracle with another method: play the tick table and see that every input is
-    there.
+    """Plays the table tick by tick, and checks that every op finds its input.
+
+    An oracle: the checker works by another method.
     """
-    p, v = schedule.stages, schedule.chunks
-    have_x = {(i, 0) for i in range(schedule.microbatches)}
-    have_g, done = set(), set()
+    stages, chunks = schedule.stages, schedule.chunks
+    last_part = stages * chunks - 1
+    have_input = {(microbatch, 0) for microbatch in range(schedule.microbatches)}
+    have_gradient, done = set(), set()
     for tick in schedule.table:
-        arrive_x, arrive_g = set(), set()
+        arriving_inputs, arriving_gradients = set(), set()
         for slot in (0, 1):
-            for s, entry in enumerate(tick[:, slot].tolist()):
+            for stage, entry in enumerate(tick[:, slot].tolist()):
                 if entry == -1:
                     continue
-                i, k = entry // v, entry % v * p + s
-                if (slot, i, k) in done or (i, k) not in have_x:
+                microbatch, chunk = divmod(entry, chunks)
+                part = chunk * stages + stage
+                forward = (0, microbatch, part)
+                here = (microbatch, part)
+                if (slot, *here) in done or here not in have_input:
                     return False
-                if slot and ((i, k) not in have_g or (0, i, k) not in done):
+                if slot == 1 and (here not in have_gradient or forward not in done):
                     return False
-                done.add((slot, i, k))
-                if slot:
-                    arrive_g.add((i, k - 1))
-                elif k == p * v - 1:
-                    have_g.add((i, k))
+                done.add((slot, *here))
+                if slot == 1:
+                    arriving_gradients.add((microbatch, part - 1))
+                elif part == last_part:
+                    have_gradient.add(here)
                 else:
-                    arrive_x.add((i, k + 1))
-        have_x, have_g = have_x | arrive_x, have_g | arrive_g
-    return len(done) == 2 * schedule.microbatches * p * v
+                    arriving_inputs.add((microbatch, part + 1))
+        have_input |= arriving_inputs
+        have_gradient |= arriving_gradients
+    return len(done) == 2 * schedule.microbatches * stages * chunks
 
 
 @st.composite
@@ -356,32 +363,63 @@ def test_the_checker_agrees_with_an_oracle_and_what_it_passes_executes(schedule)
         assert_executes(schedule)
 
 
+class Op(NamedTuple):
+    """The forward or backward pass of a microbatch through a part of the layers."""
+
+    slot: int  # in a tick: 0 for forward passes, 1 for backward passes
+    microbatch: int
+    part: int  # stage p has the parts p, p + stages, p + 2 * stages, ...
+
+    def is_ready(self, tick: int, done: dict["Op", int], num_parts: int) -> bool:
+        """Checks that what the op needs is done: in an earlier tick if it comes from
+        another part, in the same tick at the latest if it is its own forward pass.
+        """
+        if self.slot == 0:
+            before = self._replace(part=self.part - 1)
+            return self.part == 0 or done.get(before, tick) < tick
+        forward, after = self._replace(slot=0), self._replace(part=self.part + 1)
+        is_last = self.part == num_parts - 1
+        return done.get(forward, tick + 1) <= tick and (
+            is_last or done.get(after, tick) < tick
+        )
+
+
+def random_schedule(stages, microbatches, chunks, random):
+    """Returns a table in which an op that is ready is done, or put off, at random."""
+    num_parts = stages * chunks
+    ops = [
+        Op(slot, microbatch, part)
+        for slot in (0, 1)
+        for microbatch in range(microbatches)
+        for part in range(num_parts)
+    ]
+    done, table = {}, []
+    while len(done) < len(ops):
+        tick, row = len(table), np.full((stages, 2), -1)
+        random.shuffle(ops)
+        for op in sorted(ops, key=lambda op: op.slot):
+            place = (op.part % stages, op.slot)
+            is_free = op not in done and row[place] == -1
+            is_ready = op.is_ready(tick, done, num_parts)
+            if is_free and is_ready and random.random() < 0.6:
+                done[op] = tick
+                row[place] = op.microbatch * chunks + op.part // stages
+        table.append(row)
+    return Schedule(stages, microbatches, chunks, np.array(table))
+
+
 @settings(max_examples=100)
 @given(
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.integers(1, 3),
-    st.randoms(use_true_random=False),
+    stages=st.integers(1, 4),
+    microbatches=st.integers(1, 4),
+    chunks=st.integers(1, 3),
+    random=st.randoms(use_true_random=False),
 )
-def test_any_valid_table_executes(p, m, v, random):
-    """Tables of no known name: ops that are ready are done, or put off, at random."""
-    once, ticks = {}, []
-    ops = [(slot, i, k) for slot in (0, 1) for i in range(m) for k in range(p * v)]
-    while len(once) < len(ops):
-        tick = np.full((p, 2), -1)
-        random.shuffle(ops)
-        for slot, i, k in sorted(ops, key=lambda op: op[0]):
-            needs = [(0, i, k - 1, 1)] if not slot and k else []
-            if slot:
-                needs = [(0, i, k, 0)] + ([(1, i, k + 1, 1)] if k < p * v - 1 else [])
-            now = len(ticks)
-            ready = all(once.get(need[:3], now + 1) + need[3] <= now for need in needs)
-            free = (slot, i, k) not in once and tick[k % p, slot] == -1
-            if ready and free and random.random() < 0.6:
-                once[slot, i, k] = now
-                tick[k % p, slot] = i * v + k // p
-        ticks.append(tick)
-    assert_executes(Schedule(p, m, v, np.array(ticks)))
+def test_any_valid_table_executes(stages, microbatches, chunks, random):
+    """Tables need not be those of a known schedule."""
+    schedule = random_schedule(stages, microbatches, chunks, random)
+    assert is_valid(schedule)
+    assert_executes(schedule)
 
 
 def test_the_checker_reports_all_that_is_wrong_and_where():

@@ -497,56 +497,79 @@ def test_stages_refuse_random_streams_and_blocks_that_change_themselves():
     assert "blocks/gain: a block changes its own state" in faults_of(growing)
 
 
-class Bad(Counting):
-    """A model whose loss is given by each case."""
+class AnyLoss(Counting):
+    """A model whose loss each case replaces."""
 
 
-CASES = {
-    "mean": (lambda self, batch, key: self.seen[...].sum(), ""),
-    "dict": (lambda self, batch, key: {"sum": 1.0, "count": 2.0}, ""),
-    "no mean": (
-        lambda self, batch, key: self.table(batch["tokens"]),
-        "returned float32[8, 16, 16]",
-    ),
-    "has_aux": (
-        lambda self, batch, key: (self.seen[...].sum(), {"accuracy": 1.0}),
-        "accuracy: 1.0",
-    ),
-    "nothing": (lambda self, batch, key: None, "returned None"),
-    "other dict": (lambda self, batch, key: {"loss": 1.0}, "loss: 1.0"),
-    "no sums": (
-        lambda self, batch, key: (batch["weights"], batch["weights"]),
-        "float32[8, 16]",
-    ),
-    "too few": (
-        lambda self, batch: 0.0,
-        "too many positional arguments; required: loss(self, batch, key)",
-    ),
-    "no entry": (
-        lambda self, batch, key: batch["image"].mean(),
-        "the batch has no 'image'; the batch was {",
-    ),
-    "own names": (lambda self, x, y: (x @ y).mean(), "TypeError"),
-    "parameter": (
-        lambda self, batch, key: _bumped(self),
-        "changes parameters itself (head/bias)",
-    ),
-}
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(lambda self, batch, key: self.seen[...].sum(), id="scalar mean"),
+        pytest.param(lambda self, batch, key: {"sum": 1.0, "count": 2.0}, id="dict"),
+    ],
+)
+def test_a_loss_may_be_a_scalar_mean_or_a_dict_of_sums(loss, monkeypatch):
+    monkeypatch.setattr(AnyLoss, "loss", loss)
+    assert faults_of(AnyLoss) == ""
 
 
-def _bumped(model):
-    model.head.bias[...] += 1
-    return model.head.bias[...].mean()
+def test_a_scalar_loss_is_the_mean_over_the_samples_of_the_batch():
+    loss = as_loss(1.5, BATCH)
+    samples = len(BATCH["tokens"])
+    assert loss.count == samples
+    assert loss.sum == 1.5 * samples
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_losses_in_every_form_are_read_or_refused(case, monkeypatch):
-    function, expected = CASES[case]
-    monkeypatch.setattr(Bad, "loss", function)
-    found = faults_of(Bad)
-    assert expected in found and bool(found) == bool(expected), found
-    if not expected:
-        assert as_loss(1.5, BATCH).count == 8
+@pytest.mark.parametrize(
+    ("loss", "fault"),
+    [
+        pytest.param(
+            lambda self, batch, key: self.table(batch["tokens"]),
+            "returned float32[8, 16, 16]",
+            id="an array",
+        ),
+        pytest.param(
+            lambda self, batch, key: (self.seen[...].sum(), {"accuracy": 1.0}),
+            "accuracy: 1.0",
+            id="loss and aux, as has_aux has them",
+        ),
+        pytest.param(lambda self, batch, key: None, "returned None", id="None"),
+        pytest.param(
+            lambda self, batch, key: {"loss": 1.0}, "loss: 1.0", id="a dict without sum"
+        ),
+        pytest.param(
+            lambda self, batch, key: (batch["weights"], batch["weights"]),
+            "float32[8, 16]",
+            id="arrays in place of sums",
+        ),
+        pytest.param(
+            lambda self, batch: 0.0,
+            "too many positional arguments; required: loss(self, batch, key)",
+            id="no argument for the key",
+        ),
+        pytest.param(
+            lambda self, batch, key: batch["image"].mean(),
+            "the batch has no 'image'; the batch was {",
+            id="a field that the batch lacks",
+        ),
+        pytest.param(
+            lambda self, x, y: (x @ y).mean(), "TypeError", id="arrays as arguments"
+        ),
+        pytest.param(
+            lambda self, batch, key: _mean_after_adding_1(self.head.bias),
+            "changes parameters itself (head/bias)",
+            id="a parameter is changed",
+        ),
+    ],
+)
+def test_a_loss_in_any_other_form_is_refused_and_shown(loss, fault, monkeypatch):
+    monkeypatch.setattr(AnyLoss, "loss", loss)
+    assert fault in faults_of(AnyLoss)
+
+
+def _mean_after_adding_1(parameter):
+    parameter[...] += 1
+    return parameter[...].mean()
 
 
 def test_stats_without_update_and_no_loss_at_all_are_refused(monkeypatch):
@@ -562,7 +585,9 @@ def test_stats_without_update_and_no_loss_at_all_are_refused(monkeypatch):
 
 
 def test_an_update_that_changes_parameters_is_refused(monkeypatch):
-    monkeypatch.setattr(Counting, "update", lambda self, stats: _bumped(self))
+    monkeypatch.setattr(
+        Counting, "update", lambda self, stats: _mean_after_adding_1(self.head.bias)
+    )
     built = built_of(describe(build_of(Counting)))
     refused = pytest.raises(ConfigError, match="Counting.update changes parameters")
     with refused, jax.numpy_rank_promotion("allow"):

@@ -122,9 +122,8 @@ def test_each_row_says_all_and_names_what_exists(heading):
     keys = run_config.full_schema(run_config.registry.DEFAULT_TARGET)
     groups = {key.partition(".")[0] for key in keys}
     for name, cells in rows(heading).items():
-        assert len(cells) == 4 and all(cells), (
-            f"{name}: symptom, causes, key and command are required"
-        )
+        assert len(cells) == 4, f"{name}: symptom, causes, key and command"
+        assert all(cells), f"{name}: each cell is required"
         named = re.findall(rf"`((?:{'|'.join(groups)})\.\w+)", " ".join(cells))
         assert not [key for key in named if key not in keys], name
         commands = re.findall(r"`jaxdist (\w+)", " ".join(cells))
@@ -145,6 +144,6 @@ def test_every_reason_of_a_stop_is_told():
     reasons |= set(re.findall(r'event_reason = (?:reason or )?"(\w+)"', source))
     reasons |= set(re.findall(r'"reason", "(\w+)"', source))
     reasons |= set(re.findall(r'raise Diverged\(\s*"(\w+)"', health))
-    assert len(reasons) >= 6 and not [
-        reason for reason in reasons if reason not in told
-    ], reasons
+    assert len(reasons) >= 6
+    missing = [reason for reason in reasons if reason not in told]
+    assert not missing, "why a run stopped: a row for each of these is missing"

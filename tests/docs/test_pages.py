@@ -164,9 +164,8 @@ def test_the_fast_tests_are_most_of_the_unit_tests():
         command, capture_output=True, text=True, check=False, cwd=ROOT
     )
     counted = re.search(r"(\d+)(/\d+)? tests collected", done.stdout)
-    output = done.stdout[-2000:] + done.stderr[-2000:]
-    assert counted, output
-    assert int(counted[1]) > 500, output
+    assert counted, done.stdout[-2000:] + done.stderr[-2000:]
+    assert int(counted[1]) > 500
 
 
 def test_nothing_refers_to_documents_outside_the_project():
