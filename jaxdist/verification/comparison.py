@@ -24,6 +24,11 @@ BANDS: dict[str, Band] = {
 # input, rounding decides its gradient. Then the distance from the float32 gradient
 # decides: a layout's may be this many times as large as that of one device.
 ROUNDING_FACTOR = 1.25
+# The distance of a leaf with few numbers is a small sample of rounding errors: two
+# devices that round independently differ in it. The logarithm of the ratio of two such
+# distances has a standard deviation of 1 / sqrt(n) for n errors. A single leaf may be
+# farther away by this many of them; all leaves together may not.
+SAMPLING_DEVIATIONS = 3.0
 
 
 class Observed(NamedTuple):
@@ -150,7 +155,9 @@ def compare(
     by_rounding = False
     if outside and not is_rounded:
         exact = expected["float32"].gradients
-        by_rounding = _as_near(observed, reference, exact, outside)
+        by_rounding = _as_near(
+            observed, reference, exact, outside=outside, compared=gradients.keys()
+        )
     loss_error = abs(observed.loss - reference.loss) / abs(reference.loss)
     param_error = _largest(parameters)
     update_error = _largest(updates)
@@ -188,23 +195,46 @@ def _same_load(observed: Observed, reference: Observed) -> bool:
 
 
 def _as_near(
-    observed: Observed, reference: Observed, exact: Arrays, leaves: Sequence[str]
+    observed: Observed,
+    reference: Observed,
+    exact: Arrays,
+    *,
+    outside: Sequence[str],
+    compared: Collection[str],
 ) -> bool:
     """Checks that a layout's gradients are about as near to float32 as one device's.
+
+    All compared leaves together may be `ROUNDING_FACTOR` times as far, each number
+    counted alike and each leaf relative to its size. A leaf outside the band may be
+    farther by what a sample of its size explains.
 
     Args:
       observed: the results on the layout.
       reference: the results on one device in the same precision.
       exact: float32 gradients of one device.
-      leaves: the leaves to check.
+      outside: the leaves that are outside the band.
+      compared: all leaves that are compared.
     """
 
     def distance(step: Observed, leaf: str) -> float:
         return float(np.linalg.norm(step.gradients[leaf] - exact[leaf]))
 
-    return all(
-        distance(observed, leaf) <= ROUNDING_FACTOR * distance(reference, leaf)
-        for leaf in leaves
+    def total(step: Observed) -> float:
+        squares = 0.0
+        for leaf in compared:
+            size = float(np.linalg.norm(exact[leaf]))
+            if size:
+                squares += exact[leaf].size * (distance(step, leaf) / size) ** 2
+        return squares
+
+    def limit(leaf: str) -> float:
+        deviation = 1 / math.sqrt(exact[leaf].size)
+        return ROUNDING_FACTOR * math.exp(SAMPLING_DEVIATIONS * deviation)
+
+    together = total(observed) <= ROUNDING_FACTOR**2 * total(reference)
+    return together and all(
+        distance(observed, leaf) <= limit(leaf) * distance(reference, leaf)
+        for leaf in outside
     )
 
 

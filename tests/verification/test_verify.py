@@ -293,6 +293,79 @@ def test_a_model_that_answers_to_rounding_is_compared_by_its_distance_from_float
     assert not compare("x", "bfloat16", observed(gradient=gradient), exact, ()).passed
 
 
+def noisy_steps(sizes: dict[str, int], noise: dict[str, float], seed: int) -> tuple:
+    """Makes gradients of ones, rounded independently by one device and by a layout.
+
+    Args:
+      sizes: numbers of each leaf.
+      noise: of each leaf, what the layout's rounding errors are relative to one device's.
+      seed: of the errors.
+    """
+    draws = np.random.default_rng(seed)
+
+    def rounded(factors: dict[str, float]) -> dict[str, np.ndarray]:
+        return {
+            leaf: 1 + 0.02 * factors[leaf] * draws.standard_normal(size)
+            for leaf, size in sizes.items()
+        }
+
+    exact = {leaf: np.ones(size) for leaf, size in sizes.items()}
+
+    def step(gradients: dict[str, np.ndarray]) -> Observed:
+        start = {leaf: np.zeros(size) for leaf, size in sizes.items()}
+        return Observed(2.0, gradients, start, exact, np.float32(0.5))
+
+    one_device = rounded(dict.fromkeys(sizes, 1.0))
+    expected = {"float32": step(exact), "bfloat16": step(one_device)}
+    return step(rounded(noise)), expected
+
+
+def passes_by_rounding(
+    sizes: dict[str, int], noise: dict[str, float], seed: int
+) -> bool:
+    layout, expected = noisy_steps(sizes, noise, seed)
+    result = compare("x", "bfloat16", layout, expected, ())
+    assert result.grad_error > BANDS["bfloat16"].gradient, "the band decides nothing"
+    assert result.passed == result.by_rounding
+    return result.passed
+
+
+def test_independent_rounding_of_a_small_leaf_is_no_difference():
+    """Sixteen numbers are a small sample: 1.25 alone would refuse one seed in six."""
+    sizes = {"scale": 16, "kernel": 4096}
+    same = dict.fromkeys(sizes, 1.0)
+    assert all(passes_by_rounding(sizes, same, seed) for seed in range(100))
+    ratios = []
+    for seed in range(100):
+        layout, expected = noisy_steps(sizes, same, seed)
+        far, near = (
+            np.linalg.norm(step.gradients["scale"] - 1)
+            for step in (layout, expected["bfloat16"])
+        )
+        ratios.append(far / near)
+    assert 5 < sum(ratio > comparison.ROUNDING_FACTOR for ratio in ratios) < 40
+
+
+@pytest.mark.parametrize("noise", [1.4, 2.0])
+def test_a_large_leaf_that_rounds_more_is_a_difference(noise):
+    sizes = {"scale": 16, "kernel": 4096}
+    worse = {"scale": 1.0, "kernel": noise}
+    assert not any(passes_by_rounding(sizes, worse, seed) for seed in range(20))
+
+
+def test_a_small_leaf_that_rounds_much_more_is_a_difference():
+    sizes = {"scale": 16, "kernel": 4096}
+    worse = {"scale": 6.0, "kernel": 1.0}
+    assert not any(passes_by_rounding(sizes, worse, seed) for seed in range(20))
+
+
+def test_many_small_leaves_that_round_more_are_a_difference():
+    """Each alone could be a bad draw, all together cannot."""
+    sizes = {f"scale {number}": 16 for number in range(64)}
+    worse = dict.fromkeys(sizes, 1.5)
+    assert not any(passes_by_rounding(sizes, worse, seed) for seed in range(20))
+
+
 def test_leaves_of_rounding_alone_are_found():
     gradients = {
         "a": np.array([1.0]),
