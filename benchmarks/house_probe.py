@@ -52,7 +52,7 @@ def run_command(name: str, arguments: list[str]) -> int:
 
 def trained_weights(folder: str) -> Any:
     """Gives the trained parameters of a run's newest checkpoint."""
-    import jaxdist
+    import jaxdist  # only this part needs the package itself
 
     run = jaxdist.load_run(folder, log=lambda line: None)
     for name in ("state", "weights", "params"):

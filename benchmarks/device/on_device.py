@@ -223,6 +223,7 @@ def main() -> int:
     if faults:
         return _refused(faults)
     sys.path.insert(0, str(ROOT))
+    # what these need is installed: the check above says so
     from jaxdist.distributed.initialize import detect_launcher
     from jaxdist.hardware.flags import detect_platform
     from jaxdist.storage import lock

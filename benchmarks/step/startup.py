@@ -190,6 +190,7 @@ def _environment() -> dict[str, str]:
 
 def handwritten_start(shape_name: str, workdir: Path) -> None:
     """Trains one step as a plain script would, and writes its loss."""
+    # this side must not pay for the imports of the other
     import handwritten
     import jax
 
