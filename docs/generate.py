@@ -62,6 +62,10 @@ def heading_of(group: str) -> list[str]:
 
 def row_of(field: Field) -> str:
     """Makes the row of a key."""
+    if not field.doc:
+        raise SystemExit(
+            f"{field.path} has no meaning: write a comment above its field, or behind it"
+        )
     cells = [
         f"`{field.path}`",
         annotations.describe(field.type),

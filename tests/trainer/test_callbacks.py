@@ -469,7 +469,7 @@ SET = {
     "profile.start_step": 2,
     "resilience.preemption_notice": "aws",
     "telemetry.port": 9_999,
-    "train.loggers": ("csv",),
+    "train.loggers": ("support.loggers:Recording",),
     "train.patience": 3,
     "train.sample_tokens": 8,
     "watchdog.data_s": 5.0,

@@ -21,8 +21,7 @@ class WatchdogConfig:
     restore_s: NonNegativeFloat = 3600.0  # limit for reading a checkpoint
     data_s: NonNegativeFloat = 600.0  # limit for the wait for the next batch
     step_s: NonNegativeFloat = 600.0  # limit for a step
-    save_s: NonNegativeFloat = (
-        1800.0  # limit for the part of a save that blocks training
-    )
+    # limit for the part of a save that blocks training
+    save_s: NonNegativeFloat = 1800.0
     # number of median steps that a step or a batch may last, if that is a longer time
     slow_steps: Annotated[float, Ge(1)] = 20.0

@@ -20,7 +20,8 @@ from jaxdist.config.late_imports import LATE_IMPORTS
 GROUP = "jaxdist.loggers"
 CLOSE_S = 10.0  # seconds that the end of a run waits for a logger
 
-BUILT_IN = {  # (module, class) by name
+# loggers of jaxdist, each with an optional package: (module, class) by name
+OPTIONAL = {
     "tensorboard": ("jaxdist.telemetry.loggers.tensorboard", "TensorBoardLogger"),
     "trackio": ("jaxdist.telemetry.loggers.trackio", "TrackioLogger"),
     "wandb": ("jaxdist.telemetry.loggers.wandb", "WandbLogger"),
@@ -61,13 +62,16 @@ class Logger(Protocol):
     def write(self, step: int, values: Mapping[str, object]) -> None:
         """Logs a row of metrics.jsonl.
 
+        Steps are written again after a resume or a rollback. The last row of a step
+        counts.
+
         Args:
           step: number of the step.
           values: numbers (also NaN and infinities), None or text, by name.
         """
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
-        """Logs an event of events.jsonl."""
+        """Logs an event of events.jsonl. It may do nothing."""
 
     def close(self) -> None:
         """Flushes everything at the end of the run."""
@@ -81,14 +85,14 @@ def event_text(name: str, fields: Mapping[str, object]) -> str:
 def faults(names: Iterable[str]) -> Iterator[str]:
     """Yields faults of loggers' names, without loading any logger."""
     for name in names:
-        if name in BUILT_IN:
-            module, _ = BUILT_IN[name]
+        if name in OPTIONAL:
+            module, _ = OPTIONAL[name]
             package = LATE_IMPORTS[module].package
             if find_spec(package) is None:
                 command = extras.install_command(extras.EXTRAS[package])
                 yield f"train.loggers={name} needs {package}: {command}"
         elif ":" not in name and name not in _entry_points():
-            known = [*BUILT_IN, *_entry_points()]
+            known = [*OPTIONAL, *_entry_points()]
             yield (
                 f"train.loggers={name}: no such logger;{suggest(name, known)} there are {', '.join(known)}, "
                 f"and package.module:Class for one of your own"
@@ -101,8 +105,8 @@ def find_known(name: str) -> Any:
     Raises:
       MissingExtra, ImportError, AttributeError: the class cannot be loaded.
     """
-    if name in BUILT_IN:
-        module, cls = BUILT_IN[name]
+    if name in OPTIONAL:
+        module, cls = OPTIONAL[name]
         return getattr(extras.load(module), cls)
     return _entry_points()[name].load()
 
