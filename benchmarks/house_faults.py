@@ -436,7 +436,7 @@ FAULTS = (
         name="file_digests_not_compared",
         room="checkpoint",
         function="check",
-        module="manifest",
+        module="integrity",
         old="hashed[name] != manifest.files[name]",
         new="False",
         tests=(
@@ -466,7 +466,7 @@ FAULTS = (
         name="steps_of_another_run_accepted",
         room="checkpoint",
         function="check",
-        module="manifest",
+        module="integrity",
         old="run is not None and manifest.run != run",
         new="False",
         tests=("checkpoint/test_manifest.py::test_a_step_of_another_run_is_foreign",),

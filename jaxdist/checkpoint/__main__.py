@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist import config
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest as integrity
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint import folders, integrity
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.config import schema
 from jaxdist.config.extras import MissingExtra
 from jaxdist.storage import run_format

@@ -18,12 +18,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import fingerprint, state_dict
-from jaxdist.checkpoint import manifest as integrity
+from jaxdist.checkpoint import fingerprint, folders, integrity, state_dict
 from jaxdist.checkpoint.background import Background
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import CheckpointError, StepInfo, error_text
+from jaxdist.checkpoint.folders import CheckpointError, StepInfo, error_text
 from jaxdist.checkpoint.interval import SaveInterval
 from jaxdist.config import extras, trees
 from jaxdist.distributed import coordination, initialize

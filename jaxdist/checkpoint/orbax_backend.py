@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxdist.checkpoint.files import METADATA_ITEM, STATE_ITEM
+from jaxdist.checkpoint.folders import METADATA_ITEM, STATE_ITEM
 from jaxdist.config import trees
 from jaxdist.distributed import coordination
 

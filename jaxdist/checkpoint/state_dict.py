@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from jax import tree_util
 
-from jaxdist.checkpoint.files import ArrayInfo, CheckpointError
+from jaxdist.checkpoint.folders import ArrayInfo, CheckpointError
 from jaxdist.config import trees
 
 # Fields of optax's wrappers (partition, masked, inject_hyperparams, apply_if_finite,

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxdist.checkpoint import files, manifest
-from jaxdist.checkpoint.files import CheckpointError, StepInfo
+from jaxdist.checkpoint import folders, integrity
+from jaxdist.checkpoint.folders import CheckpointError, StepInfo
 from jaxdist.checkpoint.manager import CheckpointManager, Restored, Wanted
 from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError
@@ -96,7 +96,7 @@ def settle_schedule(run: Run) -> SettledSchedule:
 def _settle(run: Run) -> SettledSchedule:
     config = run.config
     store = run.store
-    metadata = manifest.newest_metadata(store.folder, store.run)
+    metadata = integrity.newest_metadata(store.folder, store.run)
     if "progress" not in metadata:
         steps = schedules.settle(config.optimizer, config.train.steps)
         return SettledSchedule(steps, back_to=None, newest=0)
@@ -106,7 +106,7 @@ def _settle(run: Run) -> SettledSchedule:
     def saved(step: int) -> bool:
         with contextlib.suppress(CheckpointError, OSError):
             return step in store.steps() and bool(
-                manifest.check(store.folder, step, run=store.run)
+                integrity.check(store.folder, step, run=store.run)
             )
         return False
 
@@ -148,7 +148,7 @@ def has_checkpoint(run: Run) -> bool:
     Raises:
       CheckpointError: the run has saved, but its checkpoints are gone.
     """
-    if coordination.broadcast(files.has_steps(run.store.folder)):
+    if coordination.broadcast(folders.has_steps(run.store.folder)):
         return True
     events = read_events(run.folder)
     has_saved = any(event["event"] == "save" and event.get("ok") for event in events)
@@ -277,6 +277,6 @@ def roll_back(run: Run, fault: Diverged) -> Restored | None:
 def _set_aside(store: CheckpointManager, after: int, reason: str) -> None:
     """Quarantines the steps after a step, because the run repeats them."""
     if jax.process_index() == 0:
-        for step in reversed(files.all_steps(store.folder)):
+        for step in reversed(folders.all_steps(store.folder)):
             if step > after:
-                files.quarantine(store.folder, step, reason, undone=True)
+                folders.quarantine(store.folder, step, reason, undone=True)

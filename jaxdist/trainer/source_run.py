@@ -14,9 +14,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint import folders, integrity
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.config import ConfigError
 from jaxdist.config.extras import MissingExtra
 from jaxdist.data import load_tokenizer, tokenizer_config
@@ -66,11 +65,11 @@ class SourceRun:
         fault = ""
         for step in candidates:
             try:
-                manifest.check(
+                integrity.check(
                     self.checkpoints, step, inside=f"{folders.METADATA_ITEM}/"
                 )
                 return folders.read_step(self.checkpoints, step).metadata
-            except manifest.OtherVersion as error:
+            except integrity.OtherVersion as error:
                 raise CheckpointError(f"init.from_run={self.name}: {error}") from error
             except (CheckpointError, OSError) as error:
                 fault = fault or f"step {step}: {error}"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxdist.checkpoint import manager as checkpoints
+from jaxdist.checkpoint import manager
 from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination, initialize
 from jaxdist.step.state import State
@@ -105,7 +105,7 @@ def _restore(
     Threads of the pool import the checkpoint library and prepare checkpoints.
     """
     views = run.built.views
-    preloaded = pool.submit(checkpoints.preload)
+    preloaded = pool.submit(manager.preload)
     prepared = pool.submit(run.store.prepare, views.abstract)
     preloaded.result()
     restored = restore.restore_checkpoint(run, dataset, back_to)

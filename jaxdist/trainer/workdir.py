@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxdist.checkpoint import manifest
-from jaxdist.checkpoint.files import CheckpointError, as_path, has_steps
+from jaxdist.checkpoint import integrity
+from jaxdist.checkpoint.folders import CheckpointError, as_path, has_steps
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, is_text, schema
 from jaxdist.data import Dataset
@@ -239,8 +239,8 @@ def refuse_other_version(folder: Path, config: RunConfig) -> None:
     """
     run_format.check_folder(folder)
     try:
-        manifest.refuse_other_versions(checkpoints_folder(folder, config))
-    except manifest.OtherVersion as error:
+        integrity.refuse_other_versions(checkpoints_folder(folder, config))
+    except integrity.OtherVersion as error:
         raise ConfigError(str(error)) from error
 
 
@@ -261,14 +261,14 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
         old = read_config(folder, named=run.model["target"], trust_code=None)
     if has_steps(checkpoints):
         try:
-            owner = manifest.identity(
+            owner = integrity.identity(
                 checkpoints, create=False, own=own_identity(folder)
             )
         except CheckpointError as error:
             raise ConfigError(
                 f"{error}, or give another --workdir and checkpoint.folder"
             ) from error
-        metadata = manifest.newest_metadata(checkpoints, owner)
+        metadata = integrity.newest_metadata(checkpoints, owner)
         if old is not None and run_metadata.CONFIG not in metadata:
             # No checkpoint here is sound. The restore reports that, or downloads one.
             metadata |= stored_config(old)

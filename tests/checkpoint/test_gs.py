@@ -89,7 +89,7 @@ def store_environment(tmp_path):
 SCRIPT = """
     import json, logging
     import jax.numpy as jnp
-    from jaxdist.checkpoint import files as folders
+    from jaxdist.checkpoint import folders
     from jaxdist.checkpoint.__main__ import main
     from jaxdist.checkpoint.config import CheckpointConfig
     from jaxdist.checkpoint.manager import CheckpointManager
@@ -195,7 +195,7 @@ def test_a_run_saves_to_an_object_store_and_goes_on_from_there(
 
 OWNER = """
     import logging, sys, time
-    from jaxdist.checkpoint import files as folders
+    from jaxdist.checkpoint import folders
     from jaxdist.storage import lock
 
     logging.getLogger("gcsfs").setLevel(logging.ERROR)

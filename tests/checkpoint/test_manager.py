@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest, state_dict
+from jaxdist.checkpoint import folders, integrity, state_dict
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config.schema import faults
 from jaxdist.distributed.local_devices import free_port
@@ -108,7 +107,7 @@ def test_state_and_metadata_are_one_unit_readable_without_a_device(tmp_path):
 def test_imports_stay_light():
     code = """
         import sys
-        import jaxdist.checkpoint.files, jaxdist.checkpoint.config, jaxdist.checkpoint.manifest
+        import jaxdist.checkpoint.folders, jaxdist.checkpoint.config, jaxdist.checkpoint.integrity
         assert "jax" not in sys.modules, "jax"
         import jaxdist.checkpoint.state_dict, jaxdist.checkpoint.manager
         assert "jax" in sys.modules
@@ -405,7 +404,7 @@ DAMAGE = {
 
 def _leave_out_and_seal(step: Path, name: str) -> None:
     """Takes an array out of Orbax's tree, and writes the manifest that goes with it."""
-    file, sealed = step / "state" / "_METADATA", manifest.read_manifest(step)
+    file, sealed = step / "state" / "_METADATA", integrity.read_manifest(step)
     document = json.loads(file.read_text())
     left = {
         key: value
@@ -414,7 +413,7 @@ def _leave_out_and_seal(step: Path, name: str) -> None:
     }
     assert 0 < len(left) < len(document["tree_metadata"])
     file.write_text(json.dumps(document | {"tree_metadata": left}))
-    manifest.seal(step.parent, sealed.step, sealed.run, sealed.fingerprints)
+    integrity.seal(step.parent, sealed.step, sealed.run, sealed.fingerprints)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -550,8 +549,8 @@ WORKER = """
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
     from jaxdist.checkpoint.config import CheckpointConfig
     from jaxdist.checkpoint.manager import CheckpointManager
-    from jaxdist.checkpoint import manifest
-    from jaxdist.checkpoint.files import CheckpointError
+    from jaxdist.checkpoint import integrity
+    from jaxdist.checkpoint.folders import CheckpointError
     from pathlib import Path
     from jax.experimental import multihost_utils
 
@@ -588,7 +587,7 @@ WORKER = """
         if rank == 0:
             assert sorted(os.listdir(f"{folder}/quarantine")) == ["3", "3.json", "9", "9.json"]
             # A bit of a file that process 1 checks: both processes must pass over the step.
-            files = sorted(manifest.read_manifest(Path(folder) / "2").files)
+            files = sorted(integrity.read_manifest(Path(folder) / "2").files)
             file = Path(folder) / "2" / files[1]
             file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
         multihost_utils.sync_global_devices("damaged")

@@ -15,12 +15,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import fingerprint
-from jaxdist.checkpoint import manager as stores
-from jaxdist.checkpoint import manifest as integrity
+from jaxdist.checkpoint import fingerprint, folders, integrity, manager
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
 from support.checkpoints import (
@@ -293,7 +290,7 @@ def test_what_one_process_cannot_read_no_process_waits_for(sound, copy, monkeypa
         return read(self, path, *rest)
 
     monkeypatch.setattr(
-        stores.coordination, "first_error", lambda reason: reason or next(told)
+        manager.coordination, "first_error", lambda reason: reason or next(told)
     )
     monkeypatch.setattr(OrbaxBackend, "read", seeing)
     assert restored_step(copy, sound[1]) == (2, {3: "process 1: gone"})

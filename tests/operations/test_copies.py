@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxdist import train
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest as integrity
+from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
 from jaxdist.operations.copies import copies as module

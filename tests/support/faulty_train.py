@@ -25,7 +25,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.checkpoint import files as folders
+from jaxdist.checkpoint import folders
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.models.transformer import Transformer
 from jaxdist.trainer import start as run_start

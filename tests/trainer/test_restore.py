@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxdist.checkpoint.files import CheckpointError, StepInfo
+from jaxdist.checkpoint.folders import CheckpointError, StepInfo
 from jaxdist.trainer import restore, run_metadata
 from jaxdist.trainer.run_metadata import Progress
 

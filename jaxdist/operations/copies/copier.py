@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest as integrity
-from jaxdist.checkpoint.files import MANIFEST, CheckpointError, error_text
+from jaxdist.checkpoint import folders, integrity
+from jaxdist.checkpoint.folders import MANIFEST, CheckpointError, error_text
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.operations.copies.copies import Abandoned, Copies
 

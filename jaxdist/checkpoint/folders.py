@@ -2,7 +2,7 @@
 
     <folder>/<step>/state/...             arrays, written by Orbax (OCDBT, zarr)
     <folder>/<step>/metadata/metadata     JSON: {format, step, arrays, run}
-    <folder>/<step>/manifest.json         checksums of all files; written last (`manifest.py`)
+    <folder>/<step>/manifest.json         checksums of all files; written last (`integrity.py`)
     <folder>/<step>.unfinished            marker: the step is being written or deleted
     <folder>/<step>.orbax-checkpoint-tmp  files that Orbax has not committed
     <folder>/.lock                        lock of the one process that writes here

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint.files import MANIFEST, CheckpointError
+from jaxdist.checkpoint import folders
+from jaxdist.checkpoint.folders import MANIFEST, CheckpointError
 from jaxdist.storage import atomic, run_format, untrusted
 from jaxdist.storage.digest import digest, digest_file
 from jaxdist.storage.untrusted import named, of_kind
