@@ -270,7 +270,7 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
             ) from error
         metadata = integrity.newest_metadata(checkpoints, owner)
         if old is not None and run_metadata.CONFIG not in metadata:
-            # No checkpoint here is sound. The restore reports that, or downloads one.
+            # No checkpoint here is intact. The restore reports that, or downloads one.
             metadata |= stored_config(old)
         place = folder if checkpoints == folder / CHECKPOINTS else checkpoints
         check_stored_config(metadata, run, place)
@@ -298,7 +298,7 @@ def check_stored_config(
     it lacks another key, it is damaged, and the key counts as changed.
 
     Args:
-      metadata: metadata of the checkpoint; {} if no checkpoint is sound.
+      metadata: metadata of the checkpoint; {} if no checkpoint is intact.
       run: the config to resume with.
       place: the folder that errors name.
 
@@ -309,7 +309,9 @@ def check_stored_config(
     stored = metadata.get(run_metadata.CONFIG)
     if not isinstance(stored, dict):
         return
-    at = f"@{metadata['progress']['step']}" if "progress" in metadata else ""
+    at = ""
+    if run_metadata.PROGRESS in metadata:
+        at = f"@{metadata[run_metadata.PROGRESS]['step']}"
     fix = f"put it back, or branch with init.from_run={place}{at} in another --workdir"
     # A config without warm-up steps uses those that the run began with.
     same_warmup: set[int | None] = {None}
@@ -348,7 +350,7 @@ def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:
     Raises:
       ConfigError: the data has changed, so the run's position in it is meaningless.
     """
-    known = metadata["fingerprints"]["data"]
+    known = metadata[run_metadata.FINGERPRINTS][run_metadata.DATA]
     if known != dataset.fingerprint:
         raise ConfigError(
             f"the data has changed: the run has read {known}, {dataset.name} is {dataset.fingerprint} now; "

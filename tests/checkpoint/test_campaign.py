@@ -76,7 +76,7 @@ def test_kill_9_at_20_random_moments_of_saving(tmp_path):
         target = {"x": jnp.zeros(1 << 20, jnp.uint32), "step": jnp.int32(0)}
         with CheckpointManager(folder, CheckpointConfig()) as store:
             found = store.restore(target)
-            assert store.bad_steps == {}
+            assert store.damaged_steps == {}
             assert names(folder) == sorted(map(str, store.steps()))
         step = found.metadata["data"]
         assert step == folders.list_steps(folder)[-1] == int(found.state["step"])

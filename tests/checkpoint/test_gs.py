@@ -109,7 +109,7 @@ SCRIPT = """
             found = store.restore(state(0))
             step = found.metadata["data"]
             assert all((found.state[name] == state(step)[name]).all() for name in "xy")
-            return step, list(store.bad_steps)
+            return step, list(store.damaged_steps)
 
     assert not folders.has_steps(folder)
     with CheckpointManager(folder, CheckpointConfig(keep_last=3)) as store:
@@ -138,7 +138,7 @@ SCRIPT = """
     assert restored() == (4, [])
 
     # a save that died before its manifest
-    folders.begin_save(folder, 5)
+    folders.mark_unfinished(folder, 5)
     (folder / "5" / "metadata").mkdir(parents=True)
     (folder / "5" / "metadata" / "metadata").write_text("{")
     assert restored(mode="read") == (4, [])

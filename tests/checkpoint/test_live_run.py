@@ -63,7 +63,7 @@ def test_a_restore_takes_the_newest_of_what_is_there_by_then(live):
 
     with CheckpointManager(live.folder, CheckpointConfig(), mode="read") as reader:
         restored = reader.restore(wanted)
-        assert reader.bad_steps == {}, "a step that was deleted was no bad one"
+        assert reader.damaged_steps == {}, "a step that was deleted was no bad one"
     assert_bitwise(restored.state, live.states[3])
 
 

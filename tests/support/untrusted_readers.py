@@ -286,7 +286,7 @@ def _restoring(run: Path) -> Callable[[Path], object]:
         ) as store:
             restored = store.restore(built.views.abstract)
             assert int(restored.state.step) in steps, restored.state.step
-            return store.bad_steps
+            return store.damaged_steps
 
     return read
 
