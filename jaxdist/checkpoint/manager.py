@@ -326,6 +326,9 @@ class CheckpointManager:
             room = self._wait_for_room(step, num_bytes, wait=wait)
         owns_folder, obstacle = coordination.broadcast(room)
         if not owns_folder:
+            # The first process hosts the answers: it must not end before all have read
+            # them.
+            coordination.barrier()
             raise NotOwner(self._taken())
         if not obstacle:
             # The previous save has ended on process 0, but perhaps not on this one.
