@@ -436,7 +436,7 @@ FAULTS = (
         name="file_digests_not_compared",
         room="checkpoint",
         function="check",
-        module="manifest",
+        module="integrity",
         old="hashed[name] != manifest.files[name]",
         new="False",
         tests=(
@@ -466,7 +466,7 @@ FAULTS = (
         name="steps_of_another_run_accepted",
         room="checkpoint",
         function="check",
-        module="manifest",
+        module="integrity",
         old="run is not None and manifest.run != run",
         new="False",
         tests=("checkpoint/test_manifest.py::test_a_step_of_another_run_is_foreign",),
@@ -474,7 +474,7 @@ FAULTS = (
     Fault(
         name="step_counts_without_manifest",
         room="checkpoint",
-        function="_is_whole",
+        function="_is_sealed",
         old="has_items and (path / MANIFEST).is_file()",
         new="has_items",
         tests=(
@@ -484,7 +484,7 @@ FAULTS = (
     Fault(
         name="sealed_before_the_writes_end",
         room="checkpoint",
-        function="CheckpointManager._commit",
+        function="CheckpointManager._seal",
         old="self._backend.finish()",
         new="None",
         tests=(
@@ -625,14 +625,14 @@ finally:
         name="deletion_without_a_mark",
         room="checkpoint",
         function="remove_step",
-        old="begin_save(folder, step)",
+        old="mark_unfinished(folder, step)",
         new="None",
         tests=("checkpoint/test_manifest.py::test_a_deletion_that_dies_is_finished",),
     ),
     Fault(
         name="reader_moves_damaged_steps",
         room="checkpoint",
-        function="CheckpointManager._set_aside",
+        function="CheckpointManager._quarantine_damaged",
         old='self.mode == "write" and jax.process_index() == 0',
         new="jax.process_index() == 0",
         tests=(
@@ -642,8 +642,8 @@ finally:
     Fault(
         name="step_saved_twice",
         room="checkpoint",
-        function="CheckpointManager.should_save",
-        old="due and step != self._last_step",
+        function="CheckpointManager.decide_save",
+        old="due and step != self._last_begun",
         new="due",
         tests=(
             "checkpoint/test_manager.py::test_saves_are_due_by_steps_time_and_at_the_end",

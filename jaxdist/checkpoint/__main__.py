@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist import config
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest as integrity
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint import folders, integrity
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.config import schema
 from jaxdist.config.extras import MissingExtra
 from jaxdist.storage import run_format
@@ -27,7 +26,7 @@ Result = tuple[dict[str, Any], int]  # the document that --json prints; the exit
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code.
 
-    The codes are 0, 1 (damaged or different), 77 (no usable checkpoint), and 78
+    The codes are 0, 1 (damaged or different), 77 (no intact checkpoint), and 78
     (configuration error).
     """
     try:
@@ -184,14 +183,14 @@ def _verify(flags: argparse.Namespace) -> Result:
         rows = _rows(folder, run=run, contents=True)
     else:
         rows = [_row(folder, named_step, run=run, contents=True)]
-    is_sound = ["fault" not in row for row in rows]
-    code = 0 if all(is_sound) else 1
-    if not any(is_sound):
+    is_intact = ["fault" not in row for row in rows]
+    code = 0 if all(is_intact) else 1
+    if not any(is_intact):
         code = config.EXIT_NO_CHECKPOINT
     document = {
         "folder": str(folder),
         "steps": rows,
-        "good": f"{sum(is_sound)} of {len(is_sound)}",
+        "good": f"{sum(is_intact)} of {len(is_intact)}",
     }
     return document, code
 

@@ -85,7 +85,7 @@ class SaveInterval:
 
         Args:
           blocked_s: seconds that training stood still.
-          written_s: seconds until the save was committed.
+          written_s: seconds until the step was sealed.
           failures: result of `mean_time_between_failures`.
 
         Returns:

@@ -18,22 +18,19 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import fingerprint, state_dict
-from jaxdist.checkpoint import manifest as integrity
+from jaxdist.checkpoint import fingerprint, folders, integrity, state_dict
 from jaxdist.checkpoint.background import Background
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import CheckpointError, StepInfo, error_text
+from jaxdist.checkpoint.folders import CheckpointError, StepInfo, error_text
 from jaxdist.checkpoint.interval import SaveInterval
 from jaxdist.config import extras, trees
 from jaxdist.distributed import coordination, initialize
 from jaxdist.storage import lock
+from jaxdist.storage.paths import is_local
 
 # With several processes, the clock of process 0 decides for all. The others wait for its
 # answer, so the time rule is checked only at multiples of this many steps.
 CLOCK_STEPS = 10
-# The obstacle to a save that `_make_room` reports if the folder has another owner.
-_TAKEN = "another process's"
 # Least seconds to wait for an answer of the file system.
 _ANSWER_S = 2
 # Seconds after `timeout_s` in which Orbax can still report its own timeout.
@@ -44,20 +41,21 @@ _GRACE_S = 10
 class SaveResult:
     """Outcome of one save.
 
-    With `ok`, the save is committed. An `error` of a committed save means that expired
-    steps could not be deleted.
+    With `ok`, the step is sealed. An `error` of a sealed step means that expired steps
+    could not be deleted. On processes other than the first, `ok` means that the arrays
+    are written. The first process may still be sealing the step then, and may fail.
     """
 
     step: int
     ok: bool
     error: CheckpointError | None
-    seconds: float  # from the call of `save` until committed or failed
+    seconds: float  # from the call of `save` until sealed or failed
     # bytes of all arrays before compression; replicas are counted once
     bytes: int
 
 
-# Makes the abstract state to restore into, from the description of a stored step.
-Wanted = Callable[[StepInfo], Any]
+# Makes the abstract state to restore into, from the description of a sealed step.
+MakeAbstract = Callable[[StepInfo], Any]
 # Takes a damaged step and the damage, and puts a copy in the step's place. The result is
 # that step, or 0 if there is no copy. (None, "") asks for the copy of any step. It never
 # raises an error.
@@ -68,6 +66,13 @@ class NotOwner(CheckpointError):
     """Error of a process whose folder another process has taken over."""
 
     reason = "owner"  # in the event `stop`
+
+
+class _Room(NamedTuple):
+    """Answer of the first process to whether a save can begin."""
+
+    owns_folder: bool  # whether the folder still belongs to this run
+    obstacle: str  # why no save can begin; "" = one can
 
 
 class Restored(NamedTuple):
@@ -88,7 +93,7 @@ def preload() -> Any:
 class CheckpointManager:
     """Manager that saves and restores states under `folder/<step>/`.
 
-    All processes call `save`, `restore` and `should_save` in the same order, because
+    All processes call `save`, `restore` and `decide_save` in the same order, because
     these methods communicate. Process 0 alone seals, deletes and moves steps.
 
     One manager may write to a folder at a time. With mode "write" the manager locks the
@@ -122,22 +127,24 @@ class CheckpointManager:
         self.config = config
         self.mode = mode
         # {step: reason} of the steps that `restore` could not use
-        self.bad_steps: dict[int, str] = {}
+        self.damaged_steps: dict[int, str] = {}
         # steps that are always due and never expire
         self.milestones: frozenset[int] = frozenset()
         self._results = queue.SimpleQueue[SaveResult]()
         self.interval = SaveInterval(config)
         self._background = Background(self.folder, config.timeout_s + _GRACE_S)
-        self.newest = 0  # the step that was last restored or saved; 0 = none
+        # the step that was last restored, or sealed by a save; 0 = none
+        self.last_sealed = 0
         # the best steps of the run, oldest first; the last one that was saved is kept
         self.best: list[int] = []
         # steps that must stay because they are being copied
         self.held: frozenset[int] = frozenset()
         # fetches a copy of a step that a restore found damaged
         self.fetch: Fetch = lambda step, reason: 0
-        # the step that was last saved or restored, which is not due again
-        self._last_step: int | None = None
-        # seconds on the clock of `should_save`; None until its first call
+        # the step that was last restored, or whose save began last. It is not due again.
+        # None: there is none, or that save has failed.
+        self._last_begun: int | None = None
+        # seconds on the clock of `decide_save`; None until its first call
         self._last_save: float | None = None
         self._now: float | None = None
         self.run: str | None = None  # identity of the run; only process 0 has it
@@ -166,7 +173,7 @@ class CheckpointManager:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            if not isinstance(self.folder, Path):
+            if not is_local(self.folder):
                 raise OSError(errno.ENOLCK, "an object store")
             self._is_ours = self._ownership.enter_context(
                 lock.exclusive(self.folder / folders.LOCK)
@@ -204,7 +211,7 @@ class CheckpointManager:
         )
 
     def steps(self) -> list[int]:
-        """Lists the committed steps that are on disk at the moment, ascending."""
+        """Lists the sealed steps that are on disk at the moment, ascending."""
         return folders.list_steps(self.folder)
 
     def prepare(self, abstract_state: Any) -> None:
@@ -213,31 +220,32 @@ class CheckpointManager:
         with initialize.lead_first("save"):
             fingerprint.start.lower(state_dict.to_canonical(abstract_state)).compile()
 
-    def should_save(
-        self, step: int, now: float, *, last: bool = False, stopped: bool = False
+    def decide_save(
+        self, step: int, now: float, *, last: bool = False, required: bool = False
     ) -> bool:
-        """Tests whether a save is due after `step`.
+        """Decides whether a save is due after `step`, the same on all processes.
 
-        The method remembers `now`. The next `save` counts as begun at that time.
+        The method changes the manager: the first call starts the clock of the time
+        rule, and the next `save` counts as begun at `now`. It may communicate. It may
+        be called several times for a step.
 
         Args:
           step: finished updates. A step that was just saved or restored is never due.
-          now: seconds on any steady clock, the same clock in each call. The first call
-            starts the time rule.
+          now: seconds on any steady clock, the same clock in each call.
           last: whether training ends here. Then `save_at_end` counts, too.
-          stopped: whether training stops early and is to be resumed. Then a save is
-            always due.
+          required: whether something other than the rules requires the save, such as
+            a callback or a signal that stops training. Then it is due.
         """
         self._now = now
         seconds = self.interval.seconds
         if self._last_save is None:
             self._last_save = now
-        due = stopped or step in self.milestones or self.config.is_due(step, last=last)
+        due = required or step in self.milestones or self.config.is_due(step, last=last)
         checks_clock = jax.process_count() == 1 or step % CLOCK_STEPS == 0
         if not due and seconds > 0 and checks_clock:
             due = coordination.broadcast(now - self._last_save >= seconds)
-        due = due and step != self._last_step
-        if last or stopped:
+        due = due and step != self._last_begun
+        if last or required:
             # Some processes may not know yet that the save of this step has failed.
             due = coordination.broadcast(due)
         return due
@@ -293,15 +301,19 @@ class CheckpointManager:
         if obstacle:
             report(CheckpointError(f"step {step} was not saved: {obstacle}"), ok=False)
             return
-        self._last_step = step
-        sums = self._start(step, arrays, document)
+        self._last_begun = step
+        try:
+            sums = self._start(step, arrays, document)
+        except Exception as error:  # training continues
+            self._clean_up_and_report(step, error, report)
+            return
         finish = functools.partial(
             self._finish, step, names=list(arrays), sums=sums, report=report
         )
-        if isinstance(sums, Exception) or not self.config.asynchronous:
-            finish()
-        else:
+        if self.config.asynchronous:
             self._background.begin(finish, f"save of step {step}")
+        else:
+            finish()
 
     def _obstacle(self, step: int, num_bytes: int, *, wait: bool) -> str:
         """Explains why no save can begin ("" if one can); process 0 decides for all.
@@ -309,59 +321,81 @@ class CheckpointManager:
         Raises:
           NotOwner: another process has become the owner of the folder.
         """
-        reason = ""
+        room = _Room(owns_folder=True, obstacle="")
         if jax.process_index() == 0:
-            answers = queue.SimpleQueue[str]()
-            patience_s = self.config.patience_s
-            ended = self.wait(None if wait else patience_s)
-            if ended:
-                make_room = functools.partial(self._make_room, step, num_bytes)
-                self._background.begin(
-                    lambda: answers.put(make_room()),
-                    f"look at the disk before step {step}",
-                )
-                ended = self.wait(None if wait else max(patience_s, _ANSWER_S))
-            reason = answers.get() if ended else self.delay()
-        reason = coordination.first_error(reason)
-        if reason == _TAKEN:
+            room = self._wait_for_room(step, num_bytes, wait=wait)
+        owns_folder, obstacle = coordination.broadcast(room)
+        if not owns_folder:
+            # The first process hosts the answers: it must not end before all have read
+            # them.
+            coordination.barrier()
             raise NotOwner(self._taken())
-        if not reason:
+        if not obstacle:
+            # The previous save has ended on process 0, but perhaps not on this one.
             self.wait()
-        return reason
+        return str(obstacle)
 
-    def _make_room(self, step: int, num_bytes: int) -> str:
-        """Prepares the folder for a save, or explains why none can begin."""
+    def _wait_for_room(self, step: int, num_bytes: int, *, wait: bool) -> _Room:
+        """Waits for the previous save, and then until the folder is prepared.
+
+        The background thread prepares the folder, because a disk may not answer.
+        """
+        patience_s = self.config.patience_s
+        if not self.wait(None if wait else patience_s):
+            return _Room(owns_folder=True, obstacle=self.delay())
+        answers = queue.SimpleQueue[_Room]()
+
+        def answer() -> None:
+            answers.put(self._make_room(step, num_bytes))
+
+        self._background.begin(answer, f"look at the disk before step {step}")
+        if not self.wait(None if wait else max(patience_s, _ANSWER_S)):
+            return _Room(owns_folder=True, obstacle=self.delay())
+        return answers.get()
+
+    def _make_room(self, step: int, num_bytes: int) -> _Room:
+        """Prepares the folder for a save, if it is this run's."""
         try:
             if not self._is_ours():
-                return _TAKEN
-            # The remains of failed saves would fill the disk.
-            folders.remove_leftovers(self.folder)
-            path = self.folder / str(step)
-            reason = self.bad_steps.pop(step, "")
-            if path.exists() and (reason or step not in self.steps()):
-                folders.quarantine(
-                    self.folder, step, reason or "it was in the way and no checkpoint"
-                )
-            if path.exists():
-                return f"{path} already exists"
-            if isinstance(self.folder, Path):
-                free = shutil.disk_usage(self.folder).free
-                if free < num_bytes:
-                    return f"{num_bytes:,} bytes are needed, {free:,} are free in {self.folder}"
-            folders.begin_save(self.folder, step)
+                return _Room(owns_folder=False, obstacle="")
+            obstacle = self._prepare_folder(step, num_bytes)
         except Exception as error:  # clients of object stores raise many types
-            return error_text(error)
+            obstacle = error_text(error)
+        return _Room(owns_folder=True, obstacle=obstacle)
+
+    def _prepare_folder(self, step: int, num_bytes: int) -> str:
+        """Removes what is in the way of a save and marks the step as unfinished.
+
+        Returns:
+          Why no save can begin; "" if one can.
+        """
+        # The remains of failed saves would fill the disk.
+        folders.remove_leftovers(self.folder)
+        path = self.folder / str(step)
+        reason = self.damaged_steps.pop(step, "")
+        if path.exists() and (reason or step not in self.steps()):
+            folders.quarantine(
+                self.folder, step, reason or "it was in the way and no checkpoint"
+            )
+        if path.exists():
+            return f"{path} already exists"
+        if is_local(self.folder):
+            free = shutil.disk_usage(self.folder).free
+            if free < num_bytes:
+                return f"{num_bytes:,} bytes are needed, {free:,} are free in {self.folder}"
+        folders.mark_unfinished(self.folder, step)
         return ""
 
     def _start(
         self, step: int, arrays: Mapping[str, Any], document: Mapping[str, Any]
-    ) -> jax.Array | Exception:
-        """Starts the save, and returns the state's fingerprint or the error."""
-        try:
-            sums: jax.Array = fingerprint.start(arrays)
-            self._backend.start(self.folder / str(step), arrays, document)
-        except Exception as error:  # `_finish` reports it; training continues
-            return error
+    ) -> jax.Array:
+        """Starts to write a step, and returns the sums of `fingerprint.start`.
+
+        Raises:
+          Exception: any error of Orbax or of the disk.
+        """
+        sums: jax.Array = fingerprint.start(arrays)
+        self._backend.start(self.folder / str(step), arrays, document)
         return sums
 
     def _finish(
@@ -369,38 +403,51 @@ class CheckpointManager:
         step: int,
         *,
         names: list[str],
-        sums: jax.Array | Exception,
+        sums: jax.Array,
         report: Callable[..., None],
     ) -> None:
-        """Commits the step, deletes expired steps and reports the outcome.
+        """Seals the step, deletes expired steps and reports the outcome.
 
         An asynchronous save runs this in its background thread.
         """
-        ok = True
-        problem = None
         try:
-            if isinstance(sums, Exception):
-                raise sums
-            self._commit(step, names, sums)
+            self._seal(step, names, sums)
         except Exception as error:
+            self._clean_up_and_report(step, error, report)
+        else:
+            self._clean_up_and_report(step, None, report)
+
+    def _clean_up_and_report(
+        self, step: int, error: Exception | None, report: Callable[..., None]
+    ) -> None:
+        """Deletes the expired steps, or the remains of a failed save, and reports it.
+
+        Args:
+          step: the step of the save.
+          error: why the save has failed; None = it is sealed.
+          report: called with the error to report and the keyword `ok`.
+        """
+        problem = None
+        if error is not None:
             text = error_text(error)
             path = str(self.folder / str(step))
             if path not in text:  # errors of write and fsync name no file
                 text += f" ({path})"
-            ok = False
             problem = CheckpointError(f"step {step} was not saved: {text}")
-            self._last_step = None  # a save at the end of the run tries this step again
+            self._last_begun = (
+                None  # a save at the end of the run tries this step again
+            )
         try:
             if jax.process_index() == 0 and self._is_ours():
-                self._tidy(step, committed=ok)
-        except Exception as error:
+                self._tidy(step, sealed=error is None)
+        except Exception as failure:
             problem = problem or CheckpointError(
-                f"old checkpoints were not deleted: {error_text(error)}"
+                f"old checkpoints were not deleted: {error_text(failure)}"
             )
-        report(problem, ok=ok)
+        report(problem, ok=error is None)
 
-    def _commit(self, step: int, names: list[str], sums: jax.Array) -> None:
-        """Waits until all is written, and seals the step."""
+    def _seal(self, step: int, names: list[str], sums: jax.Array) -> None:
+        """Waits until all arrays are written. The first process then seals the step."""
         self._backend.finish()
         fingerprints = fingerprint.finish(names, sums)
         if jax.process_index() == 0:
@@ -408,18 +455,18 @@ class CheckpointManager:
                 raise CheckpointError(f"another process has taken {self.folder}")
             assert self.run is not None
             integrity.seal(self.folder, step, self.run, fingerprints)
-        self.newest = step
+        self.last_sealed = step
 
-    def _tidy(self, step: int, *, committed: bool) -> None:
-        """Deletes the expired steps, or the remains of an uncommitted save."""
-        if not committed:
+    def _tidy(self, step: int, *, sealed: bool) -> None:
+        """Deletes the expired steps, or the remains of a failed save."""
+        if not sealed:
             folders.remove_leftovers(self.folder)
             return
-        folders.end_save(self.folder, step)
+        folders.unmark(self.folder, step)
         deletable = [
             saved
             for saved in self.steps()
-            if saved not in self.bad_steps and saved not in self.milestones
+            if saved not in self.damaged_steps and saved not in self.milestones
         ]
         expired = folders.expired(
             deletable,
@@ -450,24 +497,25 @@ class CheckpointManager:
 
     def restore(
         self,
-        abstract_state: Any | Wanted,
+        abstract_state: Any,
         step: int | None = None,
         *,
         partial: bool = False,
     ) -> Restored:
-        """Restores the state of `step`, or of the newest step that can be trusted.
+        """Restores the state of `step`, or of the newest intact step.
 
-        A trusted step is sealed, belongs to this run, and is unchanged on disk. Once
+        An intact step is sealed, belongs to this run, and is unchanged on disk. Once
         its arrays are on the devices, they have the fingerprints that were saved. Each
         array is read into its target sharding, so mesh, devices and processes may
         differ from those of the save.
 
-        Damaged steps that are newer are listed in `bad_steps`. With mode "write" they
-        are moved to quarantine, unless no step is good: then all stay in place.
+        Damaged steps that are newer are listed in `damaged_steps`. With mode "write"
+        they move to quarantine, unless no step is intact: then all stay in place.
 
         Args:
           abstract_state: tree of leaves with shape, dtype and sharding, or a function
-            that makes it from the description of a sound step.
+            that makes it from the description of a step (`MakeAbstract`). The function
+            raises `CheckpointError` to treat the step as damaged.
           step: the only step to try. None tries all, newest first.
           partial: whether the state may lack some of the stored arrays. These are not
             read.
@@ -475,7 +523,7 @@ class CheckpointManager:
         Raises:
           state_dict.LayoutError: the checkpoint holds another model or optimizer. All
             names are listed.
-          CheckpointError: there is no usable checkpoint. Its `steps` has the reason for
+          CheckpointError: there is no intact step. Its `steps` has the reason for
             each step that was tried.
         """
         if not callable(abstract_state):
@@ -493,19 +541,23 @@ class CheckpointManager:
             except CheckpointError as error:
                 failures[candidate] = str(error)
                 if not folders.is_deleted(self.folder, candidate):
-                    self.bad_steps[candidate] = str(error)
+                    self.damaged_steps[candidate] = str(error)
                 continue
-            self._last_step = self.newest = candidate
-            self._set_aside(
-                {bad: self.bad_steps[bad] for bad in failures if bad in self.bad_steps}
+            self._last_begun = self.last_sealed = candidate
+            self._quarantine_damaged(
+                {
+                    failed: self.damaged_steps[failed]
+                    for failed in failures
+                    if failed in self.damaged_steps
+                }
             )
             return restored
-        raise folders.none_usable(self.folder, failures)
+        raise folders.none_intact(self.folder, failures)
 
     def _candidates(
         self, only_step: int | None, failures: Mapping[int, str]
     ) -> Iterator[int]:
-        """Yields the steps to try, newest first; torn ones between whole ones, too.
+        """Yields the steps to try, newest first; torn ones between sealed ones, too.
 
         All processes get the same steps. The caller writes the error of a step into
         `failures` before it takes the next one. If a copy of the failed step can be
@@ -539,18 +591,16 @@ class CheckpointManager:
         if jax.process_index() == 0:
             copied = self.fetch(step, reason)
         fetched: int = coordination.broadcast(copied)
-        self.bad_steps.pop(fetched, None)
+        self.damaged_steps.pop(fetched, None)
         return fetched
 
-    def _attempt(
-        self, step: int, abstract_state: Any | Wanted, *, partial: bool
-    ) -> Restored:
+    def _attempt(self, step: int, abstract_state: Any, *, partial: bool) -> Restored:
         """Restores the state of `step`.
 
         Raises:
           LayoutError: the step holds another model or optimizer.
-          CheckpointError: a process cannot read or trust the step. All processes raise
-            it.
+          CheckpointError: a process cannot read the step, or finds it damaged. All
+            processes raise it.
         """
         # The read below waits for all processes, so all must know of an error first.
         with _error_on_all(CheckpointError, OSError):
@@ -574,11 +624,11 @@ class CheckpointManager:
         _check_arrays(step, arrays, manifest)
         return restored
 
-    def _set_aside(self, failures: Mapping[int, str]) -> None:
+    def _quarantine_damaged(self, failures: Mapping[int, str]) -> None:
         """Moves damaged steps, {step: reason}, to quarantine. A reader moves none."""
         if self.mode == "write" and jax.process_index() == 0:
             for step, reason in failures.items():
-                # A step that cannot be moved stays in `bad_steps` and is not used.
+                # A step that cannot be moved stays in `damaged_steps` and is not used.
                 with contextlib.suppress(OSError):
                     folders.quarantine(self.folder, step, reason)
 

@@ -1,4 +1,4 @@
-"""Orbax backend: writes and reads arrays and a JSON document as one atomic step.
+"""Orbax backend: writes and reads arrays and a JSON document as one step.
 
 No other module imports Orbax. The backend uses `AsyncCheckpointer`, not Orbax's
 `CheckpointManager`, which keeps a list of steps in memory and infers its layout from
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxdist.checkpoint.files import METADATA_ITEM, STATE_ITEM
+from jaxdist.checkpoint.folders import METADATA_ITEM, STATE_ITEM
 from jaxdist.config import trees
 from jaxdist.distributed import coordination
 
@@ -128,7 +128,7 @@ class OrbaxBackend:
             self._checkpointer.save(path, args=ocp.args.Composite(**items))
 
     def finish(self) -> None:
-        """Waits until the running write is committed.
+        """Waits until the running write ends.
 
         Raises:
           Exception: any error of that write.

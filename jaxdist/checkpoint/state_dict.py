@@ -2,7 +2,7 @@
 
 A name says what an array is, never how the program holds it. Examples are
 `trainable/blocks/mlp/w` (attribute path, layers stacked as [num_layers, ...]),
-`opt_state/mu/blocks/mlp/w`, `opt_state/count` and `step`.
+`opt_state/optimizer/mu/blocks/mlp/w`, `opt_state/optimizer/count` and `step`.
 
 Optimizer states are nested tuples of NamedTuples. Their names come from field names and
 dict keys alone. They contain neither positions in a chain nor class names. A checkpoint
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from jax import tree_util
 
-from jaxdist.checkpoint.files import ArrayInfo, CheckpointError
+from jaxdist.checkpoint.folders import ArrayInfo, CheckpointError
 from jaxdist.config import trees
 
 # Fields of optax's wrappers (partition, masked, inject_hyperparams, apply_if_finite,

@@ -79,7 +79,7 @@ def load_run(
             raise ConfigError(
                 f"model: the run in {folder} has another; {error.summary}"
             ) from error
-        for bad_step, reason in store.bad_steps.items():
+        for bad_step, reason in store.damaged_steps.items():
             log(f"checkpoint {bad_step} cannot be used: {reason}")
     state = restored._replace(trainable=restored.model_arrays[0], ema=None)
     log(

@@ -18,9 +18,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import fingerprint, manager, manifest
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint import fingerprint, folders, integrity, manager
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.config import ConfigError
 from jaxdist.data import tokenizer_config
 from jaxdist.interop import hf_config
@@ -52,13 +51,13 @@ class CheckpointWeights:
     def __init__(self, folder: Path, step: int | None = None) -> None:
         folder = folders.as_path(folder)
         reasons = dict[int, str]()
-        run = manifest.identity(folder, create=False)
+        run = integrity.identity(folder, create=False)
         candidates: Iterable[int] = [step] if step is not None else ()
         if step is None:
             candidates = folders.newest_first(folder, folders.all_steps)
         for candidate in candidates:
             try:
-                self.manifest = manifest.check(folder, candidate, run=run)
+                self.manifest = integrity.check(folder, candidate, run=run)
                 self.step = candidate
                 self._path = folder / str(candidate)
                 self._arrays = folders.read_step(folder, candidate).arrays

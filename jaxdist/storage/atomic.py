@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxdist.storage.paths import is_local
+
 
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
@@ -38,7 +40,7 @@ def write_bytes(path: Path, data: bytes, *, durable: bool = False) -> None:
     Raises:
       OSError: the file cannot be written. A file that was there is unchanged.
     """
-    if not isinstance(path, Path):  # an object store: one put is atomic
+    if not is_local(path):  # an object store: one put is atomic
         path.write_bytes(data)
         return
     with replacing(path) as partial, partial.open("wb") as file:

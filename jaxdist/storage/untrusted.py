@@ -13,6 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from jaxdist.storage.paths import is_local
+
 MAX_BYTES = 64 << 20  # bytes of a document; a manifest of 100,000 files has 15 MB
 # Levels of nested containers. Documents of jaxdist and of other libraries have fewer than
 # ten.
@@ -136,7 +138,7 @@ def open_regular(path: Path) -> IO[bytes]:
       OSError: the file is absent or cannot be opened.
     """
     try:
-        if not isinstance(path, Path):  # an object store only has regular files
+        if not is_local(path):  # an object store only has regular files
             return path.open("rb")
         file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 (the caller closes it)
     except IsADirectoryError:

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from jaxdist.checkpoint import files
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint import folders
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.config import ConfigError, suggest
 from jaxdist.step.train_step import TrainStep
 from jaxdist.storage.untrusted import Malformed, of_kind
@@ -175,9 +175,9 @@ def best_step(checkpoints: Path) -> int:
     Raises:
       ConfigError: no checkpoint has a record of it.
     """
-    for step in files.newest_first(checkpoints):
+    for step in folders.newest_first(checkpoints):
         with contextlib.suppress(CheckpointError, KeyError, TypeError, ValueError):
-            kept = files.read_step(checkpoints, step).metadata[run_metadata.CALLBACKS]
+            kept = folders.read_step(checkpoints, step).metadata[run_metadata.CALLBACKS]
             return of_kind(kept[KeepBest.name]["step"], int)
     raise ConfigError(
         f"step best: no checkpoint in {checkpoints} tells it; train with checkpoint.keep_best"

@@ -251,7 +251,11 @@ class Callback:
         """Runs after an evaluation. `view` can request a save or the end."""
 
     def on_save(self, step: int) -> None:
-        """Runs once a checkpoint is complete on disk."""
+        """Runs after a save: on the first process once the checkpoint is sealed.
+
+        On the other processes it runs once the arrays of all processes are written. The
+        first process may still be sealing the checkpoint then, and may fail.
+        """
 
     def on_fault(self, error: Exception) -> None:
         """Runs when the run fails. After a `Diverged` the run may roll back."""

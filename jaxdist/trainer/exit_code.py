@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.config import (
     EXIT_CONFIG,
     EXIT_NO_CHECKPOINT,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from jaxdist.checkpoint import state_dict
-from jaxdist.checkpoint.files import ArrayInfo, CheckpointError, StepInfo
+from jaxdist.checkpoint.folders import ArrayInfo, CheckpointError, StepInfo
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, trees
 from jaxdist.models import registry

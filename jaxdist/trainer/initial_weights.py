@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.config import ConfigError, schema, trees
 from jaxdist.config.annotations import NamesWeights
 from jaxdist.data import tokenizer_config

@@ -253,7 +253,7 @@ class Trainer:
             self._vote(view)
         else:
             self._keep_for_the_vote(view)
-        if view.save_requested or self.saver.is_due(number):
+        if view.save_requested or self.saver.decide_by_rules(number):
             self._save(view)
         return view.stop_reason
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxdist.checkpoint import files, manifest
-from jaxdist.checkpoint.files import CheckpointError, StepInfo
-from jaxdist.checkpoint.manager import CheckpointManager, Restored, Wanted
+from jaxdist.checkpoint import folders, integrity
+from jaxdist.checkpoint.folders import CheckpointError, StepInfo
+from jaxdist.checkpoint.manager import CheckpointManager, MakeAbstract, Restored
 from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError
 from jaxdist.data import Dataset
@@ -73,11 +73,14 @@ class SettledSchedule(NamedTuple):
         return frozenset({schedules.decay_start(optimizer, self.steps)})
 
 
-def settle_schedule(run: Run) -> SettledSchedule:
-    """Settles the schedule of a run: that of its checkpoints, or an extended one.
+def settle_schedule_and_checkpoint(run: Run) -> SettledSchedule:
+    """Settles a run's schedule, and the checkpoint that it resumes from.
 
-    The schedule is extended if `train.steps` was raised. Every process makes the call,
-    and the first process decides.
+    The schedule is that of the newest checkpoint. If `train.steps` was raised, the
+    schedule is extended. An extension that began before the newest checkpoint makes the
+    run resume from the checkpoint where it began.
+
+    Every process makes the call, and the first process decides.
 
     Raises:
       ConfigError: the stored schedule is damaged.
@@ -96,17 +99,17 @@ def settle_schedule(run: Run) -> SettledSchedule:
 def _settle(run: Run) -> SettledSchedule:
     config = run.config
     store = run.store
-    metadata = manifest.newest_metadata(store.folder, store.run)
-    if "progress" not in metadata:
+    metadata = integrity.newest_metadata(store.folder, store.run)
+    if run_metadata.PROGRESS not in metadata:
         steps = schedules.settle(config.optimizer, config.train.steps)
         return SettledSchedule(steps, back_to=None, newest=0)
-    done: int = metadata["progress"]["step"]
+    done: int = metadata[run_metadata.PROGRESS]["step"]
     stored = run_metadata.schedule_of(metadata)
 
-    def saved(step: int) -> bool:
+    def is_intact(step: int) -> bool:
         with contextlib.suppress(CheckpointError, OSError):
             return step in store.steps() and bool(
-                manifest.check(store.folder, step, run=store.run)
+                integrity.check(store.folder, step, run=store.run)
             )
         return False
 
@@ -122,10 +125,14 @@ def _settle(run: Run) -> SettledSchedule:
         known = recorded.extensions[: len(stored.extensions)]
         extends_stored = replace(recorded, extensions=known) == stored
         start = back_to(recorded)
-        if extends_stored and (start is None or saved(start)):
+        if extends_stored and (start is None or is_intact(start)):
             return SettledSchedule(recorded, back_to=start, newest=done)
     steps = schedules.extend(
-        config.optimizer, stored, done=done, train_steps=config.train.steps, saved=saved
+        config.optimizer,
+        stored,
+        done=done,
+        train_steps=config.train.steps,
+        saved=is_intact,
     )
     return SettledSchedule(steps, back_to=back_to(steps), newest=done)
 
@@ -142,17 +149,20 @@ def _recorded_steps(folder: Path) -> ScheduleSteps | None:
 # --- the checkpoint -------------------------------------------------------------------
 
 
-def has_checkpoint(run: Run) -> bool:
-    """Tests whether a run can be resumed. Every process makes the call.
+def has_saved(run: Run) -> bool:
+    """Tests whether a run has saved, so that it must resume and not begin anew.
+
+    Torn checkpoints and those in quarantine count, too: a restore reports that none is
+    intact. Every process makes the call.
 
     Raises:
       CheckpointError: the run has saved, but its checkpoints are gone.
     """
-    if coordination.broadcast(files.has_steps(run.store.folder)):
+    if coordination.broadcast(folders.has_steps(run.store.folder)):
         return True
     events = read_events(run.folder)
-    has_saved = any(event["event"] == "save" and event.get("ok") for event in events)
-    if coordination.broadcast(has_saved):
+    has_event = any(event["event"] == "save" and event.get("ok") for event in events)
+    if coordination.broadcast(has_event):
         raise CheckpointError(
             f"the run in {run.folder} has saved, but {run.store.folder} has no checkpoint: put it back "
             f"(is it mounted?), or begin anew with another --workdir"
@@ -167,15 +177,17 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
       run: the run, with its step built and its checkpoints open.
       dataset: the run's data, without skipped batches.
       back_to: the step to resume from; later checkpoints are quarantined. None: the
-        newest.
+        newest intact one.
 
     Raises:
-      CheckpointError: no checkpoint can be used. An event has the reason for each.
+      CheckpointError: no checkpoint is intact. An event has the reason for each.
       ConfigError: the run's model, optimizer, config or data have changed.
     """
     store = run.store
     try:
-        restored = store.restore(trained(run.built.views.abstract), back_to)
+        restored = store.restore(
+            require_run_metadata(run.built.views.abstract), back_to
+        )
     except LayoutError as error:
         if not error.differing:
             raise ConfigError(error.faults) from error
@@ -191,7 +203,7 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
     workdir.check_stored_config(restored.metadata, run.config, store.folder)
     workdir.check_data(restored.metadata, dataset)
     if back_to is not None:
-        _set_aside(
+        _quarantine_undone(
             store,
             back_to,
             f"the run went back to step {back_to}: train.steps was raised",
@@ -199,16 +211,17 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
     return restored
 
 
-def trained(abstract: Any) -> Wanted:
-    """Makes the argument of a store's `restore` that accepts steps of a run in training.
+def require_run_metadata(abstract: Any) -> MakeAbstract:
+    """Makes the argument of a store's `restore` that requires the metadata of a run.
 
-    Any other step counts as damaged, and `restore` tries an older one.
+    A step without valid metadata of a run counts as damaged. A `restore` without a named
+    step then tries an older one.
 
     Args:
       abstract: the arrays to read.
     """
 
-    def wanted(info: StepInfo) -> Any:
+    def abstract_if_valid(info: StepInfo) -> Any:
         try:
             run_metadata.check(info.metadata)
         except untrusted.Malformed as error:
@@ -217,7 +230,7 @@ def trained(abstract: Any) -> Wanted:
             ) from error
         return abstract
 
-    return wanted
+    return abstract_if_valid
 
 
 def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]]:
@@ -244,13 +257,13 @@ def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]
 
 
 def roll_back(run: Run, fault: Diverged) -> Restored | None:
-    """Restores the newest good checkpoint before a fault. Every process makes the call.
+    """Restores the newest intact checkpoint before a fault.
 
     Newer checkpoints are quarantined. The run's dataset then skips the batches that came
-    after the restored one.
+    after the restored one. Every process makes the call.
 
     Returns:
-      The checkpoint; None if none can be used.
+      The checkpoint; None if none is intact.
     """
     store = run.store
     dataset = run.dataset
@@ -264,19 +277,22 @@ def roll_back(run: Run, fault: Diverged) -> Restored | None:
         if before < 0:
             return None
         with contextlib.suppress(CheckpointError):
-            restored = store.restore(trained(run.built.views.abstract), before)
+            restored = store.restore(
+                require_run_metadata(run.built.views.abstract), before
+            )
     run.dataset = dataset.without(before + 1, fault.last if fault.skip else before)
     if jax.process_index() == 0:
-        # The order matters: if the process dies in between, the next start repeats both.
-        _set_aside(store, before, f"rolled back to step {before}: {fault}")
+        # The order matters. If the process dies in between, the run meets the fault again
+        # and rolls back again.
+        _quarantine_undone(store, before, f"rolled back to step {before}: {fault}")
         windows = {"windows": run.dataset.windows}
         workdir.write_json(run.folder / SKIPPED_FILE, windows)
     return restored
 
 
-def _set_aside(store: CheckpointManager, after: int, reason: str) -> None:
+def _quarantine_undone(store: CheckpointManager, after: int, reason: str) -> None:
     """Quarantines the steps after a step, because the run repeats them."""
     if jax.process_index() == 0:
-        for step in reversed(files.all_steps(store.folder)):
+        for step in reversed(folders.all_steps(store.folder)):
             if step > after:
-                files.quarantine(store.folder, step, reason, undone=True)
+                folders.quarantine(store.folder, step, reason, undone=True)

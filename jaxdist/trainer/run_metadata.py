@@ -8,12 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from jaxdist.checkpoint import folders
 from jaxdist.config import ConfigError
 from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.storage.untrusted import Malformed, of_kind
 
 # keys of the metadata
-CONFIG = "config"  # the run's whole config
+PROGRESS = folders.PROGRESS  # the fields of `Progress`
+# fingerprints of the config and of the data, by the keys CONFIG and DATA
+FINGERPRINTS = folders.FINGERPRINTS
+DATA = "data"
+CONFIG = folders.CONFIG  # the run's whole config
 SCHEDULE = "schedule"  # steps of the learning-rate schedule; also a key of run.json
 SKIPPED = "skipped_data"  # windows of batches that the run has skipped
 CALLBACKS = "callbacks"  # states of callbacks by name
@@ -42,11 +47,11 @@ def progress_of(metadata: Mapping[str, Any]) -> Progress:
     Raises:
       Malformed: the metadata has no valid progress.
     """
-    stored = of_kind(metadata.get("progress"), dict, "progress")
+    stored = of_kind(metadata.get(PROGRESS), dict, PROGRESS)
     kinds = {item.name: {int, type(item.default)} for item in fields(Progress)}
     for name, value in stored.items():
         if type(value) not in kinds.get(name, ()) or not 0 <= value < math.inf:
-            raise Malformed(f"progress.{name:.40} is {value!r:.40}")
+            raise Malformed(f"{PROGRESS}.{name:.40} is {value!r:.40}")
     return Progress(**stored)
 
 
@@ -71,7 +76,7 @@ def check(metadata: Mapping[str, Any]) -> None:
       Malformed: the metadata lacks a part, or a part is damaged.
     """
     progress_of(metadata)
-    data = metadata.get("fingerprints", {}).get("data")
+    data = metadata.get(FINGERPRINTS, {}).get(DATA)
     of_kind(data, str, "the data's fingerprint")
     check_windows(metadata.get(SKIPPED, []))
     of_kind(metadata.get(CALLBACKS, {}), dict, CALLBACKS)

@@ -29,10 +29,10 @@ def checkpoint_metadata(
     """Collects the metadata of a checkpoint, which `run_metadata` reads."""
     assert run.dataset is not None
     metadata = {
-        "progress": asdict(progress),
-        "fingerprints": {
-            "config": run_fingerprint(run.config),
-            "data": run.dataset.fingerprint,
+        run_metadata.PROGRESS: asdict(progress),
+        run_metadata.FINGERPRINTS: {
+            run_metadata.CONFIG: run_fingerprint(run.config),
+            run_metadata.DATA: run.dataset.fingerprint,
         },
         **workdir.stored_config(run.config),
         run_metadata.SCHEDULE: schedule.to_json(),
@@ -62,15 +62,20 @@ class Saver:
         self.store = self.run.store
         self.views = self.run.built.views
 
-    def is_due(self, step: int) -> bool:
-        """Tests whether `checkpoint.*` requires a save after this step."""
-        return self.store.should_save(step, time.monotonic())
+    def decide_by_rules(self, step: int) -> bool:
+        """Decides whether the rules of `checkpoint.*` ask for a save after this step.
+
+        Every process makes the call, because `decide_save` communicates. The loop makes
+        it before it pauses for a save. The call of the saver then decides again: it
+        also knows requests and the last step, and its time is that of the save.
+        """
+        return self.store.decide_save(step, time.monotonic())
 
     def __call__(self, view: StepView) -> None:
         """Starts a save if one is due, and reports saves that have ended."""
         required = view.interrupted or view.save_requested
-        if self.store.should_save(
-            view.step, time.monotonic(), last=view.last, stopped=required
+        if self.store.decide_save(
+            view.step, time.monotonic(), last=view.last, required=required
         ):
             self._save(view)
         self.report(last=view.last)
@@ -155,8 +160,8 @@ class Saver:
             )
 
     def report_bad_checkpoints(self) -> None:
-        """Writes an event for each checkpoint that a restore could not use."""
-        for step, reason in self.store.bad_steps.items():
+        """Writes an event for each checkpoint that a restore found damaged."""
+        for step, reason in self.store.damaged_steps.items():
             self.run.event("bad_checkpoint", step, reason=reason)
             self.run.note(f"checkpoint {step} cannot be used: {reason}")
 
@@ -177,6 +182,6 @@ class Saver:
         )
         if not failure:
             return ""
-        # The store remembers its newest step: the disk may not answer.
-        good = coordination.broadcast(self.store.newest)
-        return f"the run resumes at step {good}, steps {good + 1}-{step} are lost: {failure}"
+        # The store remembers its last sealed step: the disk may not answer.
+        sealed = coordination.broadcast(self.store.last_sealed)
+        return f"the run resumes at step {sealed}, steps {sealed + 1}-{step} are lost: {failure}"

@@ -14,9 +14,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint import folders, integrity
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.config import ConfigError
 from jaxdist.config.extras import MissingExtra
 from jaxdist.data import load_tokenizer, tokenizer_config
@@ -25,6 +24,7 @@ from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.models import registry
 from jaxdist.models.model_values import for_logits
 from jaxdist.storage import run_format
+from jaxdist.storage.paths import is_local
 from jaxdist.trainer import run_metadata, workdir
 from jaxdist.trainer.run_config import RunConfig, model_defaults
 from jaxdist.trainer.weight_source import ImpliedConfig
@@ -66,11 +66,11 @@ class SourceRun:
         fault = ""
         for step in candidates:
             try:
-                manifest.check(
+                integrity.check(
                     self.checkpoints, step, inside=f"{folders.METADATA_ITEM}/"
                 )
                 return folders.read_step(self.checkpoints, step).metadata
-            except manifest.OtherVersion as error:
+            except integrity.OtherVersion as error:
                 raise CheckpointError(f"init.from_run={self.name}: {error}") from error
             except (CheckpointError, OSError) as error:
                 fault = fault or f"step {step}: {error}"
@@ -140,8 +140,8 @@ def locate(name: str) -> SourceRun:
 def _workdir_around(*places: Path) -> Path | None:
     """Finds the workdir among some folders; None: it is none of them."""
     for place in places:
-        # Workdirs are local. A place in a store is no Path.
-        if isinstance(place, Path) and (place / workdir.CONFIG).is_file():
+        # Workdirs are local.
+        if is_local(place) and (place / workdir.CONFIG).is_file():
             return place
     return None
 
@@ -157,7 +157,7 @@ def refuse_code(name: str, target: str) -> None:
     except (ConfigError, MissingExtra):
         return  # reading the run raises this error again
     for folder in (source.workdir, source.checkpoints):
-        if isinstance(folder, Path):
+        if folder is not None and is_local(folder):
             registry.refuse_inside(target, folder)
 
 
@@ -190,7 +190,7 @@ def refuse_own_folder(config: RunConfig, folder: Path) -> None:
 
 
 def _resolved(path: Path) -> str:
-    return str(path.resolve() if isinstance(path, Path) else path).rstrip("/")
+    return str(path.resolve() if is_local(path) else path).rstrip("/")
 
 
 def group_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:

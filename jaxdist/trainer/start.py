@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxdist.checkpoint import manager as checkpoints
+from jaxdist.checkpoint import manager
 from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination, initialize
 from jaxdist.step.state import State
@@ -51,8 +51,10 @@ def init_or_restore(
 ) -> Start:
     """Makes the first state or restores it, and compiles the step.
 
-    Three things run at the same time: a thread compiles the step, a thread imports the
-    checkpoint library, and this thread makes or reads the state.
+    A thread compiles the step. Meanwhile this thread makes the state or restores it. For
+    a restore, two more threads import Orbax and compile what the first save needs. This
+    thread waits for Orbax before it reads the checkpoint. In a new run, the saver imports
+    Orbax after the first steps.
 
     Args:
       run: the run, with its step built and its checkpoints open. It receives progress
@@ -61,14 +63,14 @@ def init_or_restore(
       phase: called with "restore" and "compile" and the step reached.
       sources: sources of the initial weights; empty = random weights.
       back_to: the step to resume from; later checkpoints are quarantined. Default: the
-        newest.
+        newest intact one.
       build: makes the caller's model; default: the config names the model.
       initial: initial values of the caller's model by path.
     """
     pool = ThreadPoolExecutor(3)
     try:
         compiled = pool.submit(compile_step, run)
-        if restore.has_checkpoint(run):
+        if restore.has_saved(run):
             phase("restore", 0)
             first = _restore(run, dataset, back_to, pool)
         else:
@@ -102,10 +104,10 @@ def _restore(
 ) -> _FirstState:
     """Restores the state that a run resumes from.
 
-    Threads of the pool import the checkpoint library and prepare checkpoints.
+    Threads of the pool import Orbax and prepare the first save.
     """
     views = run.built.views
-    preloaded = pool.submit(checkpoints.preload)
+    preloaded = pool.submit(manager.preload)
     prepared = pool.submit(run.store.prepare, views.abstract)
     preloaded.result()
     restored = restore.restore_checkpoint(run, dataset, back_to)

@@ -117,7 +117,7 @@ def train(
             all_callbacks.phase("start")
             opening.open_workdir(this_run, requested, all_callbacks, stack)
             all_callbacks.start(this_run)
-            schedule = restore.settle_schedule(this_run)
+            schedule = restore.settle_schedule_and_checkpoint(this_run)
             dataset = opening.open_dataset(config, folder, inputs.dataset, this_run.say)
             built = composition.build_step(
                 devices,

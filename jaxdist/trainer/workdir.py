@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxdist.checkpoint import manifest
-from jaxdist.checkpoint.files import CheckpointError, as_path, has_steps
+from jaxdist.checkpoint import integrity
+from jaxdist.checkpoint.folders import CheckpointError, as_path, has_steps
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, is_text, schema
 from jaxdist.data import Dataset
@@ -239,8 +239,8 @@ def refuse_other_version(folder: Path, config: RunConfig) -> None:
     """
     run_format.check_folder(folder)
     try:
-        manifest.refuse_other_versions(checkpoints_folder(folder, config))
-    except manifest.OtherVersion as error:
+        integrity.refuse_other_versions(checkpoints_folder(folder, config))
+    except integrity.OtherVersion as error:
         raise ConfigError(str(error)) from error
 
 
@@ -261,16 +261,16 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
         old = read_config(folder, named=run.model["target"], trust_code=None)
     if has_steps(checkpoints):
         try:
-            owner = manifest.identity(
+            owner = integrity.identity(
                 checkpoints, create=False, own=own_identity(folder)
             )
         except CheckpointError as error:
             raise ConfigError(
                 f"{error}, or give another --workdir and checkpoint.folder"
             ) from error
-        metadata = manifest.newest_metadata(checkpoints, owner)
+        metadata = integrity.newest_metadata(checkpoints, owner)
         if old is not None and run_metadata.CONFIG not in metadata:
-            # No checkpoint here is sound. The restore reports that, or downloads one.
+            # No checkpoint here is intact. The restore reports that, or downloads one.
             metadata |= stored_config(old)
         place = folder if checkpoints == folder / CHECKPOINTS else checkpoints
         check_stored_config(metadata, run, place)
@@ -298,7 +298,7 @@ def check_stored_config(
     it lacks another key, it is damaged, and the key counts as changed.
 
     Args:
-      metadata: metadata of the checkpoint; {} if no checkpoint is sound.
+      metadata: metadata of the checkpoint; {} if no checkpoint is intact.
       run: the config to resume with.
       place: the folder that errors name.
 
@@ -309,7 +309,9 @@ def check_stored_config(
     stored = metadata.get(run_metadata.CONFIG)
     if not isinstance(stored, dict):
         return
-    at = f"@{metadata['progress']['step']}" if "progress" in metadata else ""
+    at = ""
+    if run_metadata.PROGRESS in metadata:
+        at = f"@{metadata[run_metadata.PROGRESS]['step']}"
     fix = f"put it back, or branch with init.from_run={place}{at} in another --workdir"
     # A config without warm-up steps uses those that the run began with.
     same_warmup: set[int | None] = {None}
@@ -348,7 +350,7 @@ def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:
     Raises:
       ConfigError: the data has changed, so the run's position in it is meaningless.
     """
-    known = metadata["fingerprints"]["data"]
+    known = metadata[run_metadata.FINGERPRINTS][run_metadata.DATA]
     if known != dataset.fingerprint:
         raise ConfigError(
             f"the data has changed: the run has read {known}, {dataset.name} is {dataset.fingerprint} now; "

@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.telemetry.metrics import read_events
@@ -73,11 +72,11 @@ def test_kill_9_at_20_random_moments_of_saving(tmp_path):
         left = [name for name in names(folder) if not name.isdecimal()]
         seen.append((int(began), sorted(left)))
         for step in folders.list_steps(folder):
-            manifest.check(folder, step)
+            integrity.check(folder, step)
         target = {"x": jnp.zeros(1 << 20, jnp.uint32), "step": jnp.int32(0)}
         with CheckpointManager(folder, CheckpointConfig()) as store:
             found = store.restore(target)
-            assert store.bad_steps == {}
+            assert store.damaged_steps == {}
             assert names(folder) == sorted(map(str, store.steps()))
         step = found.metadata["data"]
         assert step == folders.list_steps(folder)[-1] == int(found.state["step"])
@@ -159,7 +158,7 @@ def test_each_damage_through_a_whole_run(straight, tmp_path, damage, damaged):
     ] == [damaged]
     assert names(workdir / "quarantine") == [str(damaged), f"{damaged}.json"]
     again, once = (
-        manifest.read_manifest(run / "checkpoints" / "28")
+        integrity.read_manifest(run / "checkpoints" / "28")
         for run in (workdir, straight)
     )
     assert again.fingerprints == once.fingerprints

@@ -13,8 +13,7 @@ import jax
 import pytest
 
 from jaxdist.checkpoint import __main__ as command
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import state_dict
+from jaxdist.checkpoint import folders, state_dict
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.manager import CheckpointManager
 from support.checkpoints import a_data_file, flip, make_state, mesh_of, saved

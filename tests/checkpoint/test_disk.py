@@ -14,11 +14,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.background import Background
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
 from jaxdist.telemetry.metrics import MetricsWriter, read_events, read_rows
@@ -365,7 +364,7 @@ def test_a_damaged_run_resumes_from_the_right_step_bitwise(straight, tmp_path):
     assert names(workdir / "quarantine") == ["21", "21.json", "28", "28.json"]
     assert folders.list_steps(checkpoints) == [14, 21, 28]
     again, once = (
-        manifest.read_manifest(run / "checkpoints" / "28")
+        integrity.read_manifest(run / "checkpoints" / "28")
         for run in (workdir, straight)
     )
     assert len(once.fingerprints) > 20

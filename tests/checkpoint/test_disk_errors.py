@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint import folders, integrity
 from jaxdist.telemetry.metrics import read_events, read_rows
 from support import disk_faults
 from support.disk_faults import Fault, Faults
@@ -177,7 +176,7 @@ def undisturbed_fixture(runs, tmp_path_factory) -> dict[str, str]:
     """Returns the fingerprints of the last step of a run without faults."""
     folder = tmp_path_factory.mktemp("undisturbed")
     assert runs.train(folder)[0] == 0
-    return manifest.read_manifest(folder / "checkpoints" / "4").fingerprints
+    return integrity.read_manifest(folder / "checkpoints" / "4").fingerprints
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -201,7 +200,7 @@ def test_a_call_that_fails_is_said_and_the_older_step_stays(
         return
     code, said = runs.train(workdir, **settings)
     assert code == 0, said
-    again = manifest.check(workdir / "checkpoints", 4)
+    again = integrity.check(workdir / "checkpoints", 4)
     assert len(again.fingerprints) > 20
     assert again.fingerprints == undisturbed
     if "for a while" in name:  # none is missing

@@ -89,7 +89,7 @@ def store_environment(tmp_path):
 SCRIPT = """
     import json, logging
     import jax.numpy as jnp
-    from jaxdist.checkpoint import files as folders
+    from jaxdist.checkpoint import folders
     from jaxdist.checkpoint.__main__ import main
     from jaxdist.checkpoint.config import CheckpointConfig
     from jaxdist.checkpoint.manager import CheckpointManager
@@ -109,7 +109,7 @@ SCRIPT = """
             found = store.restore(state(0))
             step = found.metadata["data"]
             assert all((found.state[name] == state(step)[name]).all() for name in "xy")
-            return step, list(store.bad_steps)
+            return step, list(store.damaged_steps)
 
     assert not folders.has_steps(folder)
     with CheckpointManager(folder, CheckpointConfig(keep_last=3)) as store:
@@ -138,7 +138,7 @@ SCRIPT = """
     assert restored() == (4, [])
 
     # a save that died before its manifest
-    folders.begin_save(folder, 5)
+    folders.mark_unfinished(folder, 5)
     (folder / "5" / "metadata").mkdir(parents=True)
     (folder / "5" / "metadata" / "metadata").write_text("{")
     assert restored(mode="read") == (4, [])
@@ -195,7 +195,7 @@ def test_a_run_saves_to_an_object_store_and_goes_on_from_there(
 
 OWNER = """
     import logging, sys, time
-    from jaxdist.checkpoint import files as folders
+    from jaxdist.checkpoint import folders
     from jaxdist.storage import lock
 
     logging.getLogger("gcsfs").setLevel(logging.ERROR)

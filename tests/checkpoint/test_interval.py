@@ -200,12 +200,12 @@ def test_exceptions_of_either_of_two_processes_are_failures(tmp_path):
 
 def test_saves_are_due_by_the_clock_and_not_by_steps(tmp_path):
     with CheckpointManager(tmp_path, AUTO) as store:
-        assert not store.should_save(500, 0.0)  # every_steps is 500 by default
-        assert not store.should_save(501, FIRST_S - 1)
-        assert store.should_save(502, FIRST_S)
+        assert not store.decide_save(500, 0.0)  # every_steps is 500 by default
+        assert not store.decide_save(501, FIRST_S - 1)
+        assert store.decide_save(502, FIRST_S)
         store.interval.measured(0.5, 1.0, (100.0, "x"))
         assert store.interval.seconds == checkpoint_interval(0.5, 100.0) < 12
-        assert store.should_save(503, 12.0)
+        assert store.decide_save(503, 12.0)
 
 
 def test_a_run_measures_its_saves_and_says_what_it_chose(tmp_path, monkeypatch, capsys):

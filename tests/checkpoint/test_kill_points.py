@@ -10,8 +10,7 @@ import textwrap
 
 import pytest
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint import folders, integrity
 from support import syscalls
 from support.paths import ROOT
 
@@ -65,10 +64,10 @@ def newest_usable(folder, start) -> int:
     """
     shutil.rmtree(start, ignore_errors=True)
     shutil.copytree(folder, start)
-    identity = manifest.identity(start, create=False)
+    identity = integrity.identity(start, create=False)
     folders.remove_leftovers(start)
     for step in (steps := folders.all_steps(start)):
-        manifest.check(start, step, run=identity)
+        integrity.check(start, step, run=identity)
     left = {path.name for path in start.iterdir() if path.is_dir()}
     assert left == {str(step) for step in steps}
     return max(steps, default=0)

@@ -7,10 +7,9 @@ import json
 import pytest
 
 from jaxdist.checkpoint import __main__ as command
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from support.checkpoints import (
     abstract_on,
@@ -64,7 +63,7 @@ def test_a_restore_takes_the_newest_of_what_is_there_by_then(live):
 
     with CheckpointManager(live.folder, CheckpointConfig(), mode="read") as reader:
         restored = reader.restore(wanted)
-        assert reader.bad_steps == {}, "a step that was deleted was no bad one"
+        assert reader.damaged_steps == {}, "a step that was deleted was no bad one"
     assert_bitwise(restored.state, live.states[3])
 
 
@@ -116,13 +115,13 @@ def test_steps_are_listed_again_only_after_one_was_deleted(live):
 def test_the_command_sees_no_damage_in_what_is_deleted(
     live, action, monkeypatch, capsys
 ):
-    read, advances = manifest.read_manifest, iter([live.advance])
+    read, advances = integrity.read_manifest, iter([live.advance])
 
     def raced(path):
         next(advances, lambda: None)()
         return read(path)
 
-    monkeypatch.setattr(manifest, "read_manifest", raced)
+    monkeypatch.setattr(integrity, "read_manifest", raced)
     assert command.main([action, str(live.folder), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     steps = [document] if action == "inspect" else document["steps"]
@@ -137,4 +136,4 @@ def test_the_newest_metadata_is_that_of_a_step_that_is_there(live, monkeypatch):
         return read(folder, step)
 
     monkeypatch.setattr(folders, "read_step", raced)
-    assert manifest.newest_metadata(live.folder, None) == {"saved": 2}
+    assert integrity.newest_metadata(live.folder, None) == {"saved": 2}

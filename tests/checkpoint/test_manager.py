@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest, state_dict
+from jaxdist.checkpoint import folders, integrity, state_dict
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config.schema import faults
 from jaxdist.distributed.local_devices import free_port
@@ -108,7 +107,7 @@ def test_state_and_metadata_are_one_unit_readable_without_a_device(tmp_path):
 def test_imports_stay_light():
     code = """
         import sys
-        import jaxdist.checkpoint.files, jaxdist.checkpoint.config, jaxdist.checkpoint.manifest
+        import jaxdist.checkpoint.folders, jaxdist.checkpoint.config, jaxdist.checkpoint.integrity
         assert "jax" not in sys.modules, "jax"
         import jaxdist.checkpoint.state_dict, jaxdist.checkpoint.manager
         assert "jax" in sys.modules
@@ -140,17 +139,17 @@ def test_saves_are_due_by_steps_time_and_at_the_end(tmp_path, fields, due):
         found = []
         for step in range(1, last + 1):
             now = 1000.0 + seconds_per_step * step
-            if store.should_save(step, now, last=step == last):
+            if store.decide_save(step, now, last=step == last):
                 found.append(step)
                 store.save(step, state, {})
-                assert not store.should_save(step, now, last=True)
+                assert not store.decide_save(step, now, last=True)
         store.wait()
         assert [result.step for result in store.poll() if result.ok] == due == found
 
 
 def test_a_failed_save_is_due_again_at_the_end(tmp_path):
     with CheckpointManager(tmp_path, CheckpointConfig(every_steps=1)) as store:
-        assert store.should_save(2, 0.0)
+        assert store.decide_save(2, 0.0)
         finish = store._backend.finish
         store._backend.finish = lambda: (
             finish(),
@@ -158,17 +157,17 @@ def test_a_failed_save_is_due_again_at_the_end(tmp_path):
         )
         assert not save_and_wait(store, 2, {"x": jnp.ones(2)}).ok
         assert names(tmp_path) == []
-        assert store.should_save(2, 1.0, last=True)
+        assert store.decide_save(2, 1.0, last=True)
         store._backend.finish = finish
         assert save_and_wait(store, 2, {"x": jnp.ones(2)}).ok
-        assert not store.should_save(2, 1.0, last=True)
+        assert not store.decide_save(2, 1.0, last=True)
 
 
 def test_a_run_that_is_stopped_saves_even_if_its_end_would_not(tmp_path):
     config = CheckpointConfig(every_steps=0, save_at_end=False)
     with CheckpointManager(tmp_path, config) as store:
-        assert not store.should_save(2, 0.0, last=True)
-        assert store.should_save(2, 0.0, last=True, stopped=True)
+        assert not store.decide_save(2, 0.0, last=True)
+        assert store.decide_save(2, 0.0, last=True, required=True)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +202,7 @@ def test_a_milestone_is_due_and_kept(tmp_path):
         tmp_path, CheckpointConfig(every_steps=4, keep_last=1, asynchronous=False)
     ) as store:
         store.milestones = frozenset({3})
-        due = [step for step in range(1, 13) if store.should_save(step, 0.0)]
+        due = [step for step in range(1, 13) if store.decide_save(step, 0.0)]
         assert due == [3, 4, 8, 12]
         for step in due:
             assert save_and_wait(store, step, {"x": jnp.zeros(2)}).ok
@@ -216,7 +215,7 @@ def test_damaged_steps_do_not_push_out_the_good_one(tmp_path):
         shutil.rmtree(tmp_path / str(step) / "state" / "d")
     with CheckpointManager(tmp_path, CheckpointConfig(keep_last=2)) as store:
         store.restore(abstract_on(mesh_of(1, 1), states[1]))
-        assert set(store.bad_steps) == {2, 3}
+        assert set(store.damaged_steps) == {2, 3}
         assert save_and_wait(store, 4, states[1]).ok
     assert folders.list_steps(tmp_path) == [1, 4]
     assert names(folders.quarantine_folder(tmp_path)) == ["2", "2.json", "3", "3.json"]
@@ -270,7 +269,7 @@ def test_a_slow_disk_costs_saves_but_does_not_stop_training(tmp_path):
         store._backend.finish = lambda: (gate.wait(), finish())
         store.save(2, state, {})
         for step in (3, 4):
-            assert store.should_save(step, 0.0)
+            assert store.decide_save(step, 0.0)
             store.save(step, state, {})
             (left_out,) = store.poll()
             assert (left_out.step, left_out.ok) == (step, False)
@@ -278,7 +277,7 @@ def test_a_slow_disk_costs_saves_but_does_not_stop_training(tmp_path):
                 left_out.error
             )
         threading.Timer(0.2, gate.set).start()
-        assert store.should_save(4, 0.0, last=True)
+        assert store.decide_save(4, 0.0, last=True)
         store.save(4, state, {}, wait=True)
         store.wait()
         assert [(result.step, result.ok) for result in store.poll()] == [
@@ -376,7 +375,7 @@ def test_leftovers_are_cleaned_but_only_ours(tmp_path):
     for name in ours + others:
         (tmp_path / name / "inner").mkdir(parents=True)
     for step in (1, 2, 3):  # 1: it died between the last two files of a save
-        folders.begin_save(tmp_path, step)
+        folders.mark_unfinished(tmp_path, step)
     assert folders.list_steps(tmp_path) == [1]
     assert folders.all_steps(tmp_path) == [1, 5]
     CheckpointManager(tmp_path, CheckpointConfig()).close()
@@ -405,7 +404,7 @@ DAMAGE = {
 
 def _leave_out_and_seal(step: Path, name: str) -> None:
     """Takes an array out of Orbax's tree, and writes the manifest that goes with it."""
-    file, sealed = step / "state" / "_METADATA", manifest.read_manifest(step)
+    file, sealed = step / "state" / "_METADATA", integrity.read_manifest(step)
     document = json.loads(file.read_text())
     left = {
         key: value
@@ -414,7 +413,7 @@ def _leave_out_and_seal(step: Path, name: str) -> None:
     }
     assert 0 < len(left) < len(document["tree_metadata"])
     file.write_text(json.dumps(document | {"tree_metadata": left}))
-    manifest.seal(step.parent, sealed.step, sealed.run, sealed.fingerprints)
+    integrity.seal(step.parent, sealed.step, sealed.run, sealed.fingerprints)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -425,9 +424,9 @@ def test_a_damaged_newest_step_gives_way_to_an_older_one(tmp_path, damage):
         restored = store.restore(abstract_on(mesh_of(2, 2), states[1]))
         assert restored.metadata == {"data": 1}
         assert_bitwise(restored.state, states[1])
-        assert list(store.bad_steps) == [2]
-        assert len(store.bad_steps[2]) < 700
-        store_reason = store.bad_steps[2]
+        assert list(store.damaged_steps) == [2]
+        assert len(store.damaged_steps[2]) < 700
+        store_reason = store.damaged_steps[2]
         # Training goes on from step 1 and reaches the damaged step again.
         assert save_and_wait(store, 2, states[2], data=2).ok
         aside = folders.quarantine_folder(tmp_path)
@@ -446,7 +445,7 @@ def test_folders_without_a_checkpoint_do_not_hide_the_one_that_is(tmp_path):
         assert_bitwise(
             store.restore(abstract_on(mesh_of(2, 2), states[12])).state, states[12]
         )
-        assert sorted(store.bad_steps) == list(range(1000, 1070))
+        assert sorted(store.damaged_steps) == list(range(1000, 1070))
         assert store.steps() == [12]
     assert names(tmp_path / "quarantine")[-1] == "1069.json"
     assert (tmp_path / "99999999999").is_dir()
@@ -491,7 +490,7 @@ def test_another_model_is_refused_and_not_replaced_by_an_older_step(tmp_path):
     with CheckpointManager(tmp_path, CheckpointConfig()) as store:
         with pytest.raises(state_dict.LayoutError) as caught:
             store.restore(abstract._replace(ema=abstract.trainable, frozen={}))
-        assert store.bad_steps == {}
+        assert store.damaged_steps == {}
     assert [line.split(" in the checkpoint: ") for line in caught.value.faults] == [
         ["missing", "ema/blocks float32[2,8,8]"],
         ["missing", "ema/embed bfloat16[16,8]"],
@@ -550,8 +549,8 @@ WORKER = """
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, initialization_timeout=60)
     from jaxdist.checkpoint.config import CheckpointConfig
     from jaxdist.checkpoint.manager import CheckpointManager
-    from jaxdist.checkpoint import manifest
-    from jaxdist.checkpoint.files import CheckpointError
+    from jaxdist.checkpoint import integrity
+    from jaxdist.checkpoint.folders import CheckpointError
     from pathlib import Path
     from jax.experimental import multihost_utils
 
@@ -570,7 +569,7 @@ WORKER = """
     values, state = state_on((2, 2), P("a", "b"))
     with CheckpointManager(folder, config) as store:
         # Only process 0's clock says that the minute is over, and at step 10 both agree.
-        due = [s for s in range(1, 21) if store.should_save(s, 9.0 * s * (rank == 0))]
+        due = [s for s in range(1, 21) if store.decide_save(s, 9.0 * s * (rank == 0))]
         assert due == [10, 20], due
         for step in (1, 2, 3):
             store.save(step, state, {"data": step})
@@ -584,15 +583,15 @@ WORKER = """
         _, target = state_on((1, 4), P("b", None))
         restored = store.restore(target)
         assert restored.metadata == {"data": 2}
-        assert list(store.bad_steps) == [9, 3], store.bad_steps
+        assert list(store.damaged_steps) == [9, 3], store.damaged_steps
         if rank == 0:
             assert sorted(os.listdir(f"{folder}/quarantine")) == ["3", "3.json", "9", "9.json"]
             # A bit of a file that process 1 checks: both processes must pass over the step.
-            files = sorted(manifest.read_manifest(Path(folder) / "2").files)
+            files = sorted(integrity.read_manifest(Path(folder) / "2").files)
             file = Path(folder) / "2" / files[1]
             file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
         multihost_utils.sync_global_devices("damaged")
-        store.bad_steps.clear()
+        store.damaged_steps.clear()
         try:
             store.restore(target)
         except CheckpointError as error:

@@ -15,12 +15,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import fingerprint
-from jaxdist.checkpoint import manager as stores
-from jaxdist.checkpoint import manifest as integrity
+from jaxdist.checkpoint import fingerprint, folders, integrity, manager
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
 from support.checkpoints import (
@@ -140,7 +137,7 @@ def test_a_state_that_is_not_the_saved_one_is_seen_even_if_the_files_are_sound(
         assert_bitwise(
             store.restore(abstract_on(mesh_of(2, 2), states[1])).state, states[1]
         )
-        assert store.bad_steps == {
+        assert store.damaged_steps == {
             2: "not what was saved, by fingerprint: trainable/norm"
         }
 
@@ -170,7 +167,7 @@ def restored_step(folder: Path, states: dict, **options) -> tuple[int, dict[int,
         found = store.restore(abstract_on(mesh_of(1, 1), states[1]))
         step = found.metadata["data"]
         assert_bitwise(found.state, states[step])
-        return step, store.bad_steps
+        return step, store.damaged_steps
 
 
 def test_a_manifest_names_every_file_and_sha256sum_agrees(sound):
@@ -256,12 +253,12 @@ def test_damage_is_seen_set_aside_and_saved_over(sound, copy, damage, damaged):
         found = store.restore(abstract_on(mesh_of(1, 1), states[1]))
         assert found.metadata == {"data": good}
         assert_bitwise(found.state, states[good])
-        assert list(store.bad_steps) == tried
+        assert list(store.damaged_steps) == tried
         aside = copy.parent / "quarantine"
         for step in tried:
             note = json.loads((aside / f"{step}.json").read_text())
             assert said in note["reason"]
-            assert note["reason"] == store.bad_steps[step]
+            assert note["reason"] == store.damaged_steps[step]
             assert (aside / str(step)).is_dir()
             assert not (copy / str(step)).exists()
         # The run goes on from there, and comes to these steps again.
@@ -278,7 +275,7 @@ def test_a_reader_leaves_damaged_steps_where_they_are(sound, copy):
     with CheckpointManager(copy, CheckpointConfig(), mode="read") as store:
         found = store.restore(abstract_on(mesh_of(1, 1), sound[1][1]))
         assert found.metadata == {"data": 2}
-        assert said in store.bad_steps[3]
+        assert said in store.damaged_steps[3]
     assert names(copy) == before
     assert not (copy.parent / "quarantine").exists()
 
@@ -293,7 +290,7 @@ def test_what_one_process_cannot_read_no_process_waits_for(sound, copy, monkeypa
         return read(self, path, *rest)
 
     monkeypatch.setattr(
-        stores.coordination, "first_error", lambda reason: reason or next(told)
+        manager.coordination, "first_error", lambda reason: reason or next(told)
     )
     monkeypatch.setattr(OrbaxBackend, "read", seeing)
     assert restored_step(copy, sound[1]) == (2, {3: "process 1: gone"})
@@ -407,7 +404,7 @@ def test_a_lost_identity_is_never_that_of_a_foreign_step(sound, copy, tmp_path):
     with CheckpointManager(copy, CheckpointConfig(), run=own) as store:
         restored = store.restore(abstract_on(mesh_of(1, 1), sound[1][3]))
         assert restored.metadata == {"data": 3}
-        assert list(store.bad_steps) == [5]
+        assert list(store.damaged_steps) == [5]
     assert integrity.read_identity(copy) == own
     with pytest.raises(
         CheckpointError, match=f"belongs to run {own}, and this is run {other}"
@@ -478,7 +475,7 @@ def test_a_save_that_dies_before_its_seal_never_counts(sound, copy):
     """All places between Orbax's commit and the last file: what is there then, and what
     a start does.
     """
-    folders.begin_save(copy, 4)
+    folders.mark_unfinished(copy, 4)
     shutil.copytree(copy / "3", copy / "4")
     (copy / "4" / "manifest.json").rename(copy / "4" / f".manifest.json.{os.getpid()}")
     assert folders.list_steps(copy) == [1, 2, 3] == folders.all_steps(copy)
@@ -490,7 +487,7 @@ def test_a_save_that_dies_before_its_seal_never_counts(sound, copy):
 
 
 def test_a_first_save_that_dies_leaves_a_run_that_may_begin(tmp_path):
-    folders.begin_save(tmp_path, 4)
+    folders.mark_unfinished(tmp_path, 4)
     (tmp_path / "4" / "state").mkdir(parents=True)
     assert not folders.has_steps(tmp_path)
     CheckpointManager(tmp_path, CheckpointConfig()).close()

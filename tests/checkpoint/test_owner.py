@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from jaxdist import train
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint import folders, integrity
 from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import exit_code, workdir
 from support.runs import TINY, overrides, refused
@@ -102,8 +101,8 @@ def test_metadata_that_no_run_wrote_is_one_line(root, capsys):
     document = json.loads(file.read_text())
     document["run"]["progress"]["elapsed_s"] = "long"
     file.write_text(json.dumps(document))
-    known = manifest.read_manifest(shared / "2")
-    manifest.seal(shared, 2, known.run, known.fingerprints)
+    known = integrity.read_manifest(shared / "2")
+    integrity.seal(shared, 2, known.run, known.fingerprints)
     capsys.readouterr()
     assert (
         exit_code.exit_code(

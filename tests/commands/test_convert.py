@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxdist import convert, generate, interop, train
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.config import ConfigError, trees
 from jaxdist.evaluation import loading
 from jaxdist.inference.decoding import SamplingConfig

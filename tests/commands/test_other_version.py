@@ -24,8 +24,8 @@ from jaxdist import (
     train,
 )
 from jaxdist.checkpoint import __main__ as checkpoint
-from jaxdist.checkpoint import manifest
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint import integrity
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, open_dataset, packing, token_cache
 from jaxdist.operations.copies import copies
@@ -221,8 +221,8 @@ def test_a_damaged_manifest_is_of_no_other_version(ours, tmp_path, change):
     assert change[0] in file.read_text()
     file.write_text(file.read_text().replace(*change))
     with pytest.raises(CheckpointError) as raised:
-        manifest.read_manifest(step)
-    assert not isinstance(raised.value, manifest.OtherVersion)
+        integrity.read_manifest(step)
+    assert not isinstance(raised.value, integrity.OtherVersion)
 
 
 def test_a_store_of_another_version_is_left_by_a_run_that_has_steps(
@@ -232,7 +232,7 @@ def test_a_store_of_another_version_is_left_by_a_run_that_has_steps(
     store = copies.Copies(f"file://{folder}")
     with pytest.raises(CheckpointError, match="has the copies of another run"):
         store.copy(ours / "run" / "checkpoints", 8)
-    with pytest.raises(manifest.OtherVersion, match=f"file://{folder}, step 4"):
+    with pytest.raises(integrity.OtherVersion, match=f"file://{folder}, step 4"):
         copies.fetch_newest(store, tmp_path)
     assert contents(folder.parent) == before
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxdist import train
-from jaxdist.checkpoint.files import read_step
+from jaxdist.checkpoint.folders import read_step
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.planner import dry_run
 from jaxdist.storage import run_format

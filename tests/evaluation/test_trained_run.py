@@ -11,7 +11,7 @@ import pytest
 
 import jaxdist
 from jaxdist import convert, evaluate, generate
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
 from jaxdist.data import bpe

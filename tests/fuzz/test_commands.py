@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint import integrity
 from jaxdist.storage import run_format
 from support import mutations, runs
 from support.mutations import BYTES, JSON, LINES, TENSORS
@@ -108,8 +108,8 @@ def malform(file: Path, seed: str) -> None:
     file.write_bytes(mutations.malformed(format_, sound, number, seed))
     if file.name == "metadata" and draw.random() < 0.7:
         step = file.parent.parent
-        before = manifest.read_manifest(step)
-        manifest.seal(step.parent, before.step, before.run, before.fingerprints)
+        before = integrity.read_manifest(step)
+        integrity.seal(step.parent, before.step, before.run, before.fingerprints)
 
 
 def run_on(sound: Path, work: Path, command: str, file: str, seed: str) -> None:

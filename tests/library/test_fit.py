@@ -574,7 +574,7 @@ def test_a_script_joins_its_processes_and_ends_as_train_does(launched_script, tm
     ]
 
 
-RAISES = "from jaxdist.checkpoint.files import CheckpointError; raise CheckpointError('mine')"
+RAISES = "from jaxdist.checkpoint.folders import CheckpointError; raise CheckpointError('mine')"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from flax import nnx
 import jaxdist
 from jaxdist import evaluate, generate
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import CheckpointError, list_steps
+from jaxdist.checkpoint.folders import CheckpointError, list_steps
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
 from jaxdist.step.evaluation import evaluate as evaluate_batches

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxdist import train
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest as integrity
+from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import CheckpointError
+from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
 from jaxdist.operations.copies import copies as module
@@ -486,12 +485,12 @@ def test_a_step_stays_for_as_long_as_it_is_copied(here, url):
         write_step(here, step)
     with CheckpointManager(here, CONFIG) as store:
         store.held = frozenset({1})
-        folders.begin_save(here, 3)
-        store._tidy(3, committed=True)
+        folders.mark_unfinished(here, 3)
+        store._tidy(3, sealed=True)
         assert store.steps() == [1, 2, 3]
         store.held = frozenset()
-        folders.begin_save(here, 3)
-        store._tidy(3, committed=True)
+        folders.mark_unfinished(here, 3)
+        store._tidy(3, sealed=True)
         assert store.steps() == [2, 3]
 
 
@@ -549,7 +548,7 @@ def restored(saved, url, lines: list[str], **changes) -> int:
         got = store.restore(STATE)
         assert bool((got.state["x"] == STATE["x"] + got.metadata["data"]).all())
         integrity.check(saved, step := got.metadata["data"])
-        assert step not in store.bad_steps
+        assert step not in store.damaged_steps
         assert step == int(got.state["step"])
     return step
 

@@ -14,10 +14,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest as integrity
+from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import MANIFEST, CheckpointError
+from jaxdist.checkpoint.folders import MANIFEST, CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.operations.copies.copies import Copies, fetch_newest
 from jaxdist.telemetry.metrics import read_events

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from jaxdist import launch
-from jaxdist.checkpoint.files import list_steps
+from jaxdist.checkpoint.folders import list_steps
 from jaxdist.distributed import initialize
 from jaxdist.operations.launch import growth, run_progress, supervisor
 from jaxdist.telemetry.metrics import read_rows

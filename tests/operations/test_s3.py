@@ -9,8 +9,7 @@ import fsspec
 import pytest
 
 from jaxdist import train
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest as integrity
+from jaxdist.checkpoint import folders, integrity
 from jaxdist.config import ConfigError
 from jaxdist.distributed.local_devices import free_port
 from jaxdist.operations.copies.copies import Copies, fetch_newest

@@ -13,8 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.step.state import State
@@ -96,7 +95,7 @@ def names(folder: Path) -> list[str]:
     lock.
     """
     found = sorted(path.name for path in folder.iterdir())
-    return [name for name in found if name not in (manifest.IDENTITY, folders.LOCK)]
+    return [name for name in found if name not in (integrity.IDENTITY, folders.LOCK)]
 
 
 def saved(folder: Path, steps: range | list[int], **config: Any) -> dict[int, State]:

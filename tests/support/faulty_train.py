@@ -25,7 +25,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.checkpoint import files as folders
+from jaxdist.checkpoint import folders
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.models.transformer import Transformer
 from jaxdist.trainer import start as run_start
@@ -247,7 +247,7 @@ class Recorded:
 def install() -> None:
     """Puts the ledger and the faults where a run passes."""
     orders = Orders()
-    build, begin_save = Composition.build_step, CheckpointManager._start
+    build, start_save = Composition.build_step, CheckpointManager._start
     attempt, skipping, head = (
         CheckpointManager._attempt,
         run_start.SkippingDataset,
@@ -260,7 +260,7 @@ def install() -> None:
 
     def start(store, step, *given):
         orders.due(IN_SAVE, step)
-        return begin_save(store, step, *given)
+        return start_save(store, step, *given)
 
     def restore(store, *given):
         if any(

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxdist import train as train_command
-from jaxdist.checkpoint.files import read_step
+from jaxdist.checkpoint.folders import read_step
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
 from jaxdist.config import files
 from jaxdist.distributed.local_devices import free_port

@@ -30,8 +30,8 @@ import numpy as np
 
 from jaxdist import interop
 from jaxdist.checkpoint import __main__ as checkpoint_command
-from jaxdist.checkpoint import manifest
-from jaxdist.checkpoint.files import CheckpointError, list_steps, read_step
+from jaxdist.checkpoint import integrity
+from jaxdist.checkpoint.folders import CheckpointError, list_steps, read_step
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, trees
 from jaxdist.data import (
@@ -210,10 +210,10 @@ def _plan_of(info: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 def _of_checkpoints(run: Path) -> dict[str, Reader]:
     folder = run / "checkpoints"
     step = list_steps(folder)[-1]
-    sound = manifest.read_manifest(folder / str(step))
+    sound = integrity.read_manifest(folder / str(step))
 
     def reseal(file: Path) -> object:
-        return manifest.seal(folder, step, sound.run, sound.fingerprints)
+        return integrity.seal(folder, step, sound.run, sound.fingerprints)
 
     def forge(file: Path) -> object:
         try:
@@ -234,8 +234,8 @@ def _of_checkpoints(run: Path) -> dict[str, Reader]:
 
     def check(file: Path) -> object:
         command("list", "--json"), command("verify"), command("inspect")
-        manifest.identity(folder, create=False)
-        return manifest.check(folder, step), read_step(folder, step)
+        integrity.identity(folder, create=False)
+        return integrity.check(folder, step), read_step(folder, step)
 
     restore_state = _restoring(run)
     aside = run / "quarantine"
@@ -286,7 +286,7 @@ def _restoring(run: Path) -> Callable[[Path], object]:
         ) as store:
             restored = store.restore(built.views.abstract)
             assert int(restored.state.step) in steps, restored.state.step
-            return store.bad_steps
+            return store.damaged_steps
 
     return read
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxdist.checkpoint import manifest
-from jaxdist.checkpoint.files import list_steps
+from jaxdist.checkpoint import integrity
+from jaxdist.checkpoint.folders import list_steps
 from jaxdist.config import EXIT_CONFIG, EXIT_PEER_LOST
 from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer.callbacks import Callback
@@ -120,7 +120,7 @@ def check_saved(workdir: Path) -> list[int]:
     saved = {event["step"] for event in events(workdir, "save") if event["ok"]}
     assert saved <= set(steps)
     for step in saved:
-        manifest.check(workdir / "checkpoints", step)
+        integrity.check(workdir / "checkpoints", step)
     return steps
 
 

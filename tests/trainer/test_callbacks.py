@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from jaxdist import library, train
-from jaxdist.checkpoint.files import list_steps, read_step
+from jaxdist.checkpoint.folders import list_steps, read_step
 from jaxdist.config import ConfigError, schema
 from jaxdist.telemetry.metrics import read_events, read_rows
 from jaxdist.trainer import callbacks as callbacks_module

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from jaxdist.checkpoint.files import list_steps
+from jaxdist.checkpoint.folders import list_steps
 from jaxdist.telemetry.metrics import read_events
 from support.launches import same_bits
 from support.paths import SUPPORT

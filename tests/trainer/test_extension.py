@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist.checkpoint.files import list_steps, read_step
+from jaxdist.checkpoint.folders import list_steps, read_step
 from jaxdist.telemetry.metrics import read_rows
 from jaxdist.trainer import run_config, trainer
 from jaxdist.trainer.callbacks import every

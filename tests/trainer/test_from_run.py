@@ -19,7 +19,7 @@ from flax import nnx
 import jaxdist
 from jaxdist import train as train_command
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import CheckpointError, list_steps
+from jaxdist.checkpoint.folders import CheckpointError, list_steps
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.checkpoint.state_dict import to_canonical
 from jaxdist.config import ConfigError, trees

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import library
-from jaxdist.checkpoint.files import CheckpointError, list_steps
+from jaxdist.checkpoint.folders import CheckpointError, list_steps
 from jaxdist.config import ConfigError
 from jaxdist.config.groups.health import HealthConfig
 from jaxdist.config.schema import faults

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxdist import library
-from jaxdist.checkpoint.files import list_steps, read_step
+from jaxdist.checkpoint.folders import list_steps, read_step
 from jaxdist.config import ConfigError, trees
 from jaxdist.data.dataset import Dataset
 from jaxdist.telemetry.loggers import logger

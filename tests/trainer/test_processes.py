@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.checkpoint.files import list_steps
+from jaxdist.checkpoint.folders import list_steps
 from jaxdist.parallel.mesh import resolve_mesh
 from jaxdist.telemetry.metrics import MetricsWriter, read_events
 from jaxdist.trainer import elastic, run_config, validation

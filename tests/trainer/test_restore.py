@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxdist.checkpoint.files import CheckpointError, StepInfo
+from jaxdist.checkpoint.folders import CheckpointError, StepInfo
 from jaxdist.trainer import restore, run_metadata
 from jaxdist.trainer.run_metadata import Progress
 
@@ -20,7 +20,10 @@ SOUND = {
 def checked(**changes: Any) -> str:
     """Returns what is refused of metadata with these changes; "" if nothing is."""
     try:
-        assert restore.trained("abstract")(StepInfo({}, SOUND | changes)) == "abstract"
+        assert (
+            restore.require_run_metadata("abstract")(StepInfo({}, SOUND | changes))
+            == "abstract"
+        )
     except CheckpointError as error:
         return str(error)
     return ""

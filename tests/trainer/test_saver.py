@@ -23,7 +23,7 @@ class _Store:
             ("prepare", abstract, threading.current_thread() is threading.main_thread())
         )
 
-    def should_save(self, step, now, **_):
+    def decide_save(self, step, now, **_):
         return True
 
     def save(self, step, state, metadata, **_):

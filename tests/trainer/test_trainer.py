@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxdist.checkpoint.files import list_steps, read_step
+from jaxdist.checkpoint.folders import list_steps, read_step
 from jaxdist.telemetry.metrics import read_events, read_rows
 from support.runs import (
     command,

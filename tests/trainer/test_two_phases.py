@@ -5,7 +5,7 @@ kill -9.
 import numpy as np
 import pytest
 
-from jaxdist.checkpoint.files import read_step
+from jaxdist.checkpoint.folders import read_step
 from jaxdist.telemetry.metrics import read_rows
 from support.runs import final_arrays, losses, train, train_and_kill, untimed
 

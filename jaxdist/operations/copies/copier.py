@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest as integrity
-from jaxdist.checkpoint.files import MANIFEST, CheckpointError, error_text
+from jaxdist.checkpoint import folders, integrity
+from jaxdist.checkpoint.folders import MANIFEST, CheckpointError, error_text
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.operations.copies.copies import Abandoned, Copies
 
@@ -71,7 +70,7 @@ class Copier:
             self._start_thread(Copies(self.url))
         if self._copies is None:
             error = f"{len(self._threads)} calls of the store have not returned"
-            self._report(None, self._store.newest, error, time.monotonic(), 0)
+            self._report(None, self._store.last_sealed, error, time.monotonic(), 0)
 
     def poll(self) -> list[CopyResult]:
         """Collects the results since the last call, oldest first; does not wait."""
@@ -109,7 +108,7 @@ class Copier:
             return
         copies.abandoned = True
         self._stuck |= self._store.held
-        step = max(self._store.held, default=self._store.newest)
+        step = max(self._store.held, default=self._store.last_sealed)
         self._store.held = frozenset()
         error = (
             f"the store has made no progress for {silent_s:.0f} s (checkpoint.timeout_s); other steps are "
@@ -196,7 +195,7 @@ class Copier:
         """Checks if a local step is neither copied, damaged nor given up."""
         assert self._known is not None
         self._seen.add(step)
-        if step in self._store.bad_steps or step in self._stuck:
+        if step in self._store.damaged_steps or step in self._stuck:
             return False
         with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
             return self._key(step) not in self._known

@@ -23,9 +23,8 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest as integrity
-from jaxdist.checkpoint.files import MANIFEST, CheckpointError, error_text
+from jaxdist.checkpoint import folders, integrity
+from jaxdist.checkpoint.folders import MANIFEST, CheckpointError, error_text
 from jaxdist.config import ConfigError, extras
 from jaxdist.storage import atomic, untrusted
 

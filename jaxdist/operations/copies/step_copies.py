@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import CheckpointError, error_text
+from jaxdist.checkpoint.folders import CheckpointError, error_text
 from jaxdist.checkpoint.manager import CheckpointManager, Fetch
 from jaxdist.config import ConfigError, extras
 from jaxdist.operations.copies.copier import Copier
@@ -54,7 +53,7 @@ def fetch_missing(
         return
     try:
         try:
-            run = manifest.identity(
+            run = integrity.identity(
                 place, create=False, own=workdir.own_identity(folder)
             )
         except CheckpointError:  # another run's folder: its opening reports that
@@ -82,7 +81,7 @@ def fetch_missing(
             )
     except lock.Locked:  # the opening of the folder reports who holds it
         return
-    except (extras.MissingExtra, manifest.OtherVersion) as error:
+    except (extras.MissingExtra, integrity.OtherVersion) as error:
         raise ConfigError(f"checkpoint.copy_to={config.copy_to}: {error}") from error
     except CheckpointError as error:
         _write_events(folder, copies.url, _copy_reasons(copies.url, error.steps))
@@ -141,10 +140,10 @@ def _copy_reasons(url: str, bad: Mapping[int, str]) -> dict[int, str]:
     return {step: f"its copy in {url}: {reason}" for step, reason in bad.items()}
 
 
-def _newest_sound(place: Path, run: str | None) -> manifest.Manifest | None:
+def _newest_sound(place: Path, run: str | None) -> integrity.Manifest | None:
     for step in reversed(folders.list_steps(place)):
         with contextlib.suppress(CheckpointError, OSError):
-            return manifest.check(place, step, run=run, contents=False)
+            return integrity.check(place, step, run=run, contents=False)
     return None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.files import read_step
+from jaxdist.checkpoint.folders import read_step
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.pipeline.schedules import table as schedules

@@ -2,18 +2,26 @@
 
     <folder>/<step>/state/...             arrays, written by Orbax (OCDBT, zarr)
     <folder>/<step>/metadata/metadata     JSON: {format, step, arrays, run}
-    <folder>/<step>/manifest.json         checksums of all files; written last (`manifest.py`)
+    <folder>/<step>/manifest.json         checksums of all files; written last (`integrity.py`)
     <folder>/<step>.unfinished            marker: the step is being written or deleted
-    <folder>/<step>.orbax-checkpoint-tmp  files that Orbax has not committed
+    <folder>/<step>.orbax-checkpoint-tmp  files that Orbax has not finished writing
     <folder>/.lock                        lock of the one process that writes here
     <folder>/owner.json                   lease of that process, in stores without locks
-    quarantine/<step>/, <step>.json       a step that cannot be trusted, and the reason
+    quarantine/<step>/, <step>.json       a step that was set aside, and the reason
 
-A step counts as soon as its manifest exists. A step without a manifest is either the
-remains of an interrupted save, or damaged. The marker tells them apart: only the first
-has one, and is deleted.
+Five words describe a step:
 
-This module renames nothing to commit a step, so object stores (gs://) work alike. It
+    unfinished  it is not sealed and has a marker: a save or a deletion of it is running,
+                or was interrupted
+    sealed      its arrays' folder, metadata and manifest are present; only then it counts
+    torn        it has a folder, and is neither sealed nor unfinished: a part was lost
+    damaged     it is torn, or a check of its content has failed
+    intact      it is sealed, and its content passes the checks of `integrity.py`
+
+The remains of an unfinished step are deleted. A damaged step is set aside: it moves to
+quarantine. So does an intact step if its run goes back behind it; its note says undone.
+
+This module renames nothing to seal a step, so object stores (gs://) work alike. It
 needs neither jax, nor Orbax, nor a device.
 """
 
@@ -32,6 +40,7 @@ from etils import epath
 
 from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError, extras
 from jaxdist.storage import atomic, run_format
+from jaxdist.storage.paths import is_local
 from jaxdist.storage.untrusted import Malformed, named, of_kind, read_bytes, read_json
 
 STATE_ITEM = "state"
@@ -47,8 +56,12 @@ _MARKER = ".unfinished"
 _HEAD_CHARS = 120
 _TAIL_CHARS = 200
 # Keys of a run's metadata that must be JSON objects if they are present.
-_GROUPS = {"progress", "fingerprints", "config"}
-_MOST_TRIED = 64  # whole steps that a restore tries
+# `trainer/run_metadata.py` describes them.
+PROGRESS = "progress"
+FINGERPRINTS = "fingerprints"
+CONFIG = "config"
+_GROUPS = {PROGRESS, FINGERPRINTS, CONFIG}
+_MOST_TRIED = 64  # sealed steps that a restore tries
 # Times that a folder is listed, if its steps are deleted while they are read.
 _MOST_LISTINGS = 20
 LAST_STEP = 2**31 - 1  # a state counts its steps in 32 bits
@@ -93,7 +106,7 @@ class ArrayInfo:
 
 
 class StepInfo(NamedTuple):
-    """Description of a committed step, and the metadata of its run."""
+    """Description of a sealed step, and the metadata of its run."""
 
     arrays: dict[str, ArrayInfo]  # by canonical name
     metadata: dict[str, Any]
@@ -167,7 +180,7 @@ def present_path(folder: Path, step: int) -> Path:
 
 
 def quarantine_folder(folder: Path) -> Path:
-    """Names the folder for untrusted steps.
+    """Names the folder for steps that are set aside.
 
     It is next to a workdir's `checkpoints`, and inside of any other folder.
     """
@@ -175,38 +188,35 @@ def quarantine_folder(folder: Path) -> Path:
 
 
 def list_steps(folder: Path) -> list[int]:
-    """Lists the committed steps, ascending; [] if the folder does not exist.
+    """Lists the sealed steps, ascending; [] if the folder does not exist.
 
-    A step counts if both items and the manifest are present. Their content is not read.
+    The content of their files is not read.
     """
-    return [step for step in _numbered(folder) if _is_whole(folder / str(step))]
+    return [step for step in _numbered(folder) if _is_sealed(folder / str(step))]
 
 
 def all_steps(folder: Path) -> list[int]:
-    """Lists the committed steps and the torn ones, ascending.
-
-    A torn step lacks a part, because a user or the disk has damaged it.
-    """
+    """Lists the sealed steps and the torn ones, ascending."""
     steps = _numbered(folder)
     return [
         step
         for step in steps
-        if _is_whole(folder / str(step)) or not _marker(folder, step).exists()
+        if _is_sealed(folder / str(step)) or not _marker(folder, step).exists()
     ]
 
 
-def none_usable(folder: Path, failures: Mapping[int, str]) -> CheckpointError:
-    """Makes the error for a folder without any usable step.
+def none_intact(folder: Path, failures: Mapping[int, str]) -> CheckpointError:
+    """Makes the error for a folder without any intact step.
 
     Args:
       folder: folder of the checkpoints.
-      failures: {step: reason} of the steps that were tried.
+      failures: {step: reason} of the damaged steps.
     """
     if not failures:
         aside = quarantine_folder(folder)
         hint = f"; {aside} holds the untrusted ones" if aside.is_dir() else ""
         return CheckpointError(f"there is no checkpoint in {folder}{hint}")
-    tried = "\n".join(f"  step {bad}: {reason}" for bad, reason in failures.items())
+    tried = "\n".join(f"  step {step}: {reason}" for step, reason in failures.items())
     return CheckpointError(
         f"no usable checkpoint in {folder}; all are left there:\n{tried}\n"
         f"Put a good one back from a copy, or start a new run in another folder.",
@@ -217,7 +227,7 @@ def none_usable(folder: Path, failures: Mapping[int, str]) -> CheckpointError:
 def newest_first(
     folder: Path, listed: Callable[[Path], list[int]] = list_steps
 ) -> Iterator[int]:
-    """Yields the committed steps, newest first, each one once.
+    """Yields the sealed steps, newest first, each one once.
 
     If the step that was yielded last has been deleted in the meantime, the folder is
     listed again. A reader of a run that is training therefore reaches a step that still
@@ -241,23 +251,25 @@ def newest_first(
 
 
 def steps_to_try(folder: Path) -> list[int]:
-    """Lists the newest whole steps and the torn ones between them, ascending."""
-    committed = list_steps(folder)
-    oldest = committed[-_MOST_TRIED:][0] if committed else 0
+    """Lists the newest sealed steps and the torn ones between them, ascending."""
+    sealed = list_steps(folder)
+    oldest = sealed[-_MOST_TRIED:][0] if sealed else 0
     return [step for step in all_steps(folder) if step >= oldest]
 
 
 def is_deleted(folder: Path, step: int) -> bool:
     """Tests whether a run has deleted a step, or is deleting it.
 
-    A damaged step is not deleted.
+    A torn step is not deleted.
     """
     path = folder / str(step)
-    return not _is_whole(path) and (_marker(folder, step).exists() or not path.is_dir())
+    return not _is_sealed(path) and (
+        _marker(folder, step).exists() or not path.is_dir()
+    )
 
 
 def has_steps(folder: Path) -> bool:
-    """Tests whether a run has saved here. Damaged and quarantined steps count, too.
+    """Tests whether a run has saved here. Torn steps and those in quarantine count.
 
     A new run must not start in such a folder.
     """
@@ -279,7 +291,7 @@ def _numbered(folder: Path) -> list[int]:
     return sorted(step for step in steps if step <= LAST_STEP)
 
 
-def _is_whole(path: Path) -> bool:
+def _is_sealed(path: Path) -> bool:
     has_items = (path / _METADATA_FILE).is_file() and (path / STATE_ITEM).is_dir()
     return has_items and (path / MANIFEST).is_file()
 
@@ -318,14 +330,14 @@ def describe(
 
 
 def read_step(folder: Path, step: int) -> StepInfo:
-    """Reads the description of a committed step.
+    """Reads the description of a sealed step.
 
     Raises:
       CheckpointError: the step is absent or torn, has an unknown format, or holds the
         content of another step.
     """
     path = present_path(folder, step)
-    if not _is_whole(path):
+    if not _is_sealed(path):
         raise CheckpointError(
             f"{path} lacks {_METADATA_FILE}, {STATE_ITEM}/ or {MANIFEST}"
         )
@@ -341,7 +353,7 @@ def read_step(folder: Path, step: int) -> StepInfo:
         metadata = of_kind(document["run"], dict, "run")
         for group in _GROUPS & metadata.keys():
             of_kind(metadata[group], dict, group)
-        run_step = metadata["progress"]["step"] if "progress" in metadata else step
+        run_step = metadata[PROGRESS]["step"] if PROGRESS in metadata else step
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is not readable: {named(error)}") from error
     if version != (run_format.FORMAT, step):
@@ -363,7 +375,7 @@ def expired(
     keep_every: int,
     best: Sequence[int] = (),
 ) -> list[int]:
-    """Chooses which of `steps` to delete once `newest` has been committed.
+    """Chooses which of `steps` to delete once `newest` is sealed.
 
     It keeps `newest`, the `keep_last - 1` steps before it, and multiples of
     `keep_every` (0 = none). It also keeps the last of `best` that is present, because
@@ -381,25 +393,25 @@ def expired(
     ]
 
 
-def begin_save(folder: Path, step: int) -> None:
-    """Marks `step` as being written. A step without this mark was once complete."""
+def mark_unfinished(folder: Path, step: int) -> None:
+    """Marks `step` as unfinished, before it is written or deleted."""
     _marker(folder, step).write_text("")  # no bytes, so that it fits on a full disk
 
 
-def end_save(folder: Path, step: int) -> None:
-    """Removes the mark of `begin_save`, once the manifest is written."""
+def unmark(folder: Path, step: int) -> None:
+    """Removes the mark of `mark_unfinished`, once `step` is sealed or deleted."""
     _marker(folder, step).unlink()
 
 
 def remove_step(folder: Path, step: int) -> None:
     """Deletes the checkpoint of `step`.
 
-    If the deletion is interrupted, `remove_leftovers` completes it.
+    If the deletion is interrupted, `remove_leftovers` completes or undoes it.
     """
-    begin_save(folder, step)
+    mark_unfinished(folder, step)
     (folder / str(step) / MANIFEST).unlink()
     _remove_tree(folder / str(step))
-    end_save(folder, step)
+    unmark(folder, step)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -430,10 +442,10 @@ def _remove_busy(path: Path) -> None:
 
 
 def _remove_tree(path: Path) -> None:
-    if isinstance(path, Path):
+    if is_local(path):
         shutil.rmtree(path)
     else:
-        path.rmtree()
+        epath.Path(path).rmtree()
 
 
 def quarantine(folder: Path, step: int, reason: str, *, undone: bool = False) -> None:
@@ -443,7 +455,7 @@ def quarantine(folder: Path, step: int, reason: str, *, undone: bool = False) ->
       folder: folder of the checkpoints.
       step: step to move.
       reason: text for the user.
-      undone: whether the step is sound, but the run has rolled back behind it.
+      undone: whether the run has gone back behind the step, which may be intact.
 
     Raises:
       OSError: the step cannot be moved.
@@ -466,19 +478,19 @@ def quarantine(folder: Path, step: int, reason: str, *, undone: bool = False) ->
     }
     if undone:
         document["undone"] = True
-    if isinstance(source, Path):
+    if is_local(source):
         # This works across disks. The step moves first: a full disk takes no note.
         shutil.move(source, target)
     atomic.write_text(note, json.dumps(document, indent=1) + "\n", durable=True)
-    if not isinstance(source, Path):
+    if not is_local(source):
         # The step moves last: in an object store the note creates the folder.
         source.rename(target)
 
 
 def undone_manifests(folder: Path, step: int) -> list[bytes]:
-    """Reads the manifests of the sound copies of `step` that are in quarantine.
+    """Reads the manifests of the undone copies of `step` in quarantine.
 
-    There is one for each time that the run rolled back behind the step.
+    There is one for each time that the run went back behind the step.
     """
     manifests = []
     for note in quarantine_folder(folder).glob(f"{step}*.json"):

@@ -4,13 +4,14 @@
     <folder>/identity              the run whose steps these are
 
 `files` is {path: [bytes, sha256]}, `fingerprints` is {array: hex}, and `seal` is the
-SHA-256 of the rest. The manifest is written last. A step of another run than `identity`
-is foreign.
+SHA-256 of the rest. The manifest is written last, and seals the step. `folders.py`
+defines what sealed, damaged and intact mean. A step of another run than `identity` is
+damaged.
 
 SHA-256 is in the standard library, and `sha256sum` checks it by hand. It takes a second
-per GiB on a core, which is hidden behind training. Process 0 hashes the files after the
-commit, because Orbax merges the files of all processes there. On restore the processes
-split the work. This module needs neither jax nor a device.
+per GiB on a core, which is hidden behind training. Process 0 hashes the files after
+Orbax has written them, because Orbax merges the files of all processes at the end. On
+restore the processes split the work. This module needs neither jax nor a device.
 """
 
 import contextlib
@@ -23,10 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxdist.checkpoint import files as folders
-from jaxdist.checkpoint.files import MANIFEST, CheckpointError
+from jaxdist.checkpoint import folders
+from jaxdist.checkpoint.folders import MANIFEST, CheckpointError
 from jaxdist.storage import atomic, run_format, untrusted
 from jaxdist.storage.digest import digest, digest_file
+from jaxdist.storage.paths import is_local
 from jaxdist.storage.untrusted import named, of_kind
 
 IDENTITY = "identity"
@@ -102,7 +104,7 @@ def read_manifest(path: Path, *, place: object = None) -> Manifest:
     try:
         text = untrusted.read_bytes(path / MANIFEST).decode()
         document = untrusted.parse_json(text, dict)
-        if _is_sealed(document):
+        if _seal_fits(document):
             other = run_format.fault(document, place or path)
             if other:
                 raise OtherVersion(other)
@@ -131,7 +133,7 @@ def read_manifest(path: Path, *, place: object = None) -> Manifest:
     return manifest
 
 
-def _is_sealed(document: Mapping[str, Any]) -> bool:
+def _seal_fits(document: Mapping[str, Any]) -> bool:
     """Checks whether the seal of a manifest of any format fits its content.
 
     If only `format` is damaged, the seal does not fit: this is no other version.
@@ -232,11 +234,11 @@ def _files(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
     """
     for entry in path.iterdir():
         name = prefix + entry.name
-        is_link = isinstance(entry, Path) and entry.is_symlink()
+        is_link = is_local(entry) and entry.is_symlink()
         is_folder = entry.is_dir()
         if is_folder and not is_link and prefix.count("/") < _DEEPEST:
             yield from _files(entry, f"{name}/")
-        elif is_link or is_folder or (isinstance(entry, Path) and not entry.is_file()):
+        elif is_link or is_folder or (is_local(entry) and not entry.is_file()):
             yield name, -1
         elif name != MANIFEST:
             yield name, folders.file_bytes(entry)
@@ -313,7 +315,7 @@ def read_identity(folder: Path) -> str | None:
 
 
 def _steps_by_run(folder: Path) -> dict[str, list[int]]:
-    """Groups the steps with a sound manifest by run: {run: steps, descending}."""
+    """Groups the steps by run: {run: steps, descending}; contents are not hashed."""
     runs: dict[str, list[int]] = {}
     for step in reversed(folders.list_steps(folder)):
         with contextlib.suppress(CheckpointError, OSError):
@@ -329,9 +331,9 @@ def _shown(steps: Mapping[str, Sequence[int]]) -> str:
 
 
 def newest_metadata(folder: Path, run: str | None) -> dict[str, Any]:
-    """Reads the metadata of the newest step of a run that looks sound; {} without any.
+    """Reads the metadata of the newest intact step of a run; {} without any.
 
-    Only the files of the metadata are hashed.
+    Files other than the metadata are not hashed, so the step may still be damaged.
     """
     for step in folders.newest_first(folder):
         with contextlib.suppress(CheckpointError, OSError):
