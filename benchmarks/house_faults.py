@@ -699,7 +699,7 @@ finally:
         name="fingerprint_leaves_out_the_optimizer",
         room="resume",
         function="run_fingerprint",
-        old="keys_that_may_change(run)",
+        old="keys_that_may_change(config)",
         new='[path for path in values if path.startswith("optimizer.")]',
         tests=(
             "trainer/test_run_config.py::test_the_fingerprint_sees_what_changes_losses",

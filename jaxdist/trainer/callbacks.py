@@ -485,11 +485,11 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
         )
 
 
-def check_served(run: RunConfig, keys: Collection[str]) -> None:
+def check_served(config: RunConfig, keys: Collection[str]) -> None:
     """Checks that every key that needs a callback has one.
 
     Args:
-      run: the run's config.
+      config: the run's config.
       keys: keys that the run's callbacks serve. A group stands for all its keys.
 
     Raises:
@@ -498,7 +498,7 @@ def check_served(run: RunConfig, keys: Collection[str]) -> None:
     """
     faults = []
     for key, field_of_key in schema.schema_of(RunConfig).items():
-        value = attrgetter(key)(run)
+        value = attrgetter(key)(config)
         group = key.partition(".")[0]
         if not field_of_key.callback or key in keys or group in keys:
             continue
