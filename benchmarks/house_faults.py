@@ -687,11 +687,11 @@ finally:
         function="Trainer._train_until_fault",
         old=(
             "batching.train_loader(self.run.composition, self.shardings, self.dataset, "
-            "first)"
+            "done)"
         ),
         new=(
             "batching.train_loader(self.run.composition, self.shardings, self.dataset, "
-            "max(first - 1, 0))"
+            "max(done - 1, 0))"
         ),
         tests=("library/test_fit.py::test_stop_and_go_on_from_every_form_of_data",),
     ),

@@ -81,7 +81,10 @@ def held_out_loader(
 
 
 def balancer(composition: Composition, dataset: Dataset) -> Balancer:
-    """Makes the balancer, which assigns rows to devices and measures how even they are."""
+    """Makes the balancer of a run, which measures how even the work of its devices is.
+
+    With `data.balance=attention` it also permutes the rows of each batch.
+    """
     config = composition.config
     batch = config.batch
     heads = getattr(config.model_config, "num_heads", None)

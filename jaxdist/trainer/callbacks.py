@@ -120,15 +120,20 @@ class StepView:
     stop_reason: str = field(default="", init=False)
 
     def request_save(self) -> None:
-        """Requests a checkpoint of this step. All processes save if one requests it."""
+        """Requests a checkpoint. All processes save if one requests it.
+
+        The checkpoint is of this step if the callback pauses the loop, or at an
+        evaluation. The request of a callback with `steps` = 0 is held back until the next
+        vote (see `stop`), so the checkpoint may be of a later step.
+        """
         self.save_requested = True
 
     def stop(self, reason: str) -> None:
         """Ends training, with an evaluation and a checkpoint as after the last step.
 
         All processes stop after the same step: the next step at which they vote. They
-        vote after an evaluation, after a callback that pauses the loop, and at a row of
-        metrics.
+        vote after an evaluation, after a callback that pauses the loop, at a row of
+        metrics, and after the last step.
         """
         self.stop_reason = reason
 

@@ -1,9 +1,17 @@
 """The layout of an elastic run, which trains on another number of devices.
 
-The global batch, the learning rate, the order of data and all random keys depend only on
-the config and the step. So a refit changes only the sizes of mesh axes and the
-accumulation. This module is arithmetic without jax: the supervisor uses it before it
-starts the processes.
+A refit changes the sizes of mesh axes and the accumulation. It also changes `mesh.zero`
+1 or 2 to 3 if the new mesh no longer shards parameters. The global batch, the learning
+rate, the order of data and the step's random key stay: they depend only on the other
+keys and on the step.
+
+A model that draws from its own nnx.Rngs is an exception. Each accumulation part seeds
+these streams with its first sample (`step.gradients.build_objective`). So a refit that
+changes the accumulation changes their random numbers. With `data.balance=attention` any
+refit may, because the order of a batch's rows depends on the layout.
+
+This module is arithmetic without jax: the supervisor uses it before it starts the
+processes.
 """
 
 import dataclasses

@@ -75,7 +75,11 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """The global batch: accumulation x batch shards x sequences per device."""
+    """The global batch.
+
+    Its size is accumulation x microbatches (1 without a pipeline) x batch shards x
+    sequences per device and part.
+    """
 
     global_size: PositiveInt = 16  # sequences per step
     sequence_length: PositiveInt = 128  # tokens per sequence

@@ -231,7 +231,7 @@ def tupled(value: Any) -> Any:
 # --- resuming -------------------------------------------------------------------------
 
 
-def refuse_other_version(folder: Path, config: RunConfig) -> None:
+def check_run_versions(folder: Path, config: RunConfig) -> None:
     """Checks that no other version of jaxdist has written the workdir or checkpoints.
 
     Raises:
@@ -244,12 +244,14 @@ def refuse_other_version(folder: Path, config: RunConfig) -> None:
         raise ConfigError(str(error)) from error
 
 
-def check_resume_config(folder: Path, config: RunConfig) -> None:
-    """Checks the config of a run that resumes, and writes config.json.
+def check_and_write_config(folder: Path, config: RunConfig) -> None:
+    """Checks that a config fits the run in the workdir, and writes config.json.
+
+    A new run has nothing to compare with, so its config is only written.
 
     Args:
       folder: the workdir.
-      config: the run's config.
+      config: the run's config, before it was refitted to the devices.
 
     Raises:
       ConfigError: keys have changed that would alter the losses, with a line for each;
