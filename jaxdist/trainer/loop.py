@@ -2,9 +2,9 @@
 
 The module docstring of `trainer.trainer` lists the calls that lead here.
 
-Numbers: updates are numbered from 1 (`number`, and `StepView.step`) and batches from 0.
-`Progress.step` counts the updates that are done. Without skipped batches, update n takes
-batch n - 1.
+Updates are numbered from 1 (`number`, and `StepView.step`) and batches from 0.
+`Progress.step` counts the updates that are done and recorded. Without skipped batches,
+update n takes batch n - 1.
 """
 
 import contextlib
@@ -221,7 +221,8 @@ class Trainer:
             # has two views, and both may call, evaluate and save. Three places skip
             # what the first view has done: `Hook._called_at` (callbacks.py),
             # `_evaluated_at` (here) and `CheckpointManager._last_step`
-            # (checkpoint/manager.py). Other callbacks with `steps` > 0 are called twice.
+            # (checkpoint/manager.py). Other callbacks with `steps` > 0 are called
+            # twice.
             self._after_last_step(self._view(number, state, metrics, last=True))
         return state, reason
 

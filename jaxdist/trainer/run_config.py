@@ -75,10 +75,10 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """The global batch.
+    """The global batch, and the parts that a step cuts it into.
 
     Its size is accumulation x microbatches (1 without a pipeline) x batch shards x
-    sequences per device and part.
+    sequences of a part per device.
     """
 
     global_size: PositiveInt = 16  # sequences per step

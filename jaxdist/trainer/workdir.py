@@ -247,7 +247,8 @@ def check_run_versions(folder: Path, config: RunConfig) -> None:
 def check_and_write_config(folder: Path, config: RunConfig) -> None:
     """Checks that a config fits the run in the workdir, and writes config.json.
 
-    A new run has nothing to compare with, so its config is only written.
+    It compares the config with that of the newest checkpoint. A run without checkpoints
+    has nothing to compare.
 
     Args:
       folder: the workdir.
