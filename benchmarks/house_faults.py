@@ -687,11 +687,11 @@ finally:
         function="Trainer._train_until_fault",
         old=(
             "batching.train_loader(self.run.composition, self.shardings, self.dataset, "
-            "first)"
+            "done)"
         ),
         new=(
             "batching.train_loader(self.run.composition, self.shardings, self.dataset, "
-            "max(first - 1, 0))"
+            "max(done - 1, 0))"
         ),
         tests=("library/test_fit.py::test_stop_and_go_on_from_every_form_of_data",),
     ),
@@ -699,7 +699,7 @@ finally:
         name="fingerprint_leaves_out_the_optimizer",
         room="resume",
         function="run_fingerprint",
-        old="keys_that_may_change(run)",
+        old="keys_that_may_change(config)",
         new='[path for path in values if path.startswith("optimizer.")]',
         tests=(
             "trainer/test_run_config.py::test_the_fingerprint_sees_what_changes_losses",

@@ -38,12 +38,12 @@ class StepGrid:
 
     @property
     def parts(self) -> int:
-        """The number of parts of a step that run one after another."""
+        """Returns the number of parts of a step: accumulation x microbatches."""
         return self.accumulation * self.microbatches
 
     @property
     def chunks(self) -> int:
-        """The number of pieces of a row whose work is counted separately."""
+        """Returns the number of pieces of a row whose work is counted separately."""
         return 2 * self.context if self.zigzag else self.context
 
     def cells(self, global_size: int) -> np.ndarray:
@@ -145,9 +145,10 @@ def imbalance(work: np.ndarray, grid: StepGrid) -> dict[str, float]:
 
 
 class Balancer:
-    """Order of the rows of a run's batches, and how even their work is.
+    """Measures how even the work of a run's batches is, and may permute their rows.
 
-    The order is a function of the step alone.
+    It always measures, and permutes only if `balanced` is set. The order is a function
+    of the step, the data and the layout. So all processes compute the same order.
     """
 
     def __init__(

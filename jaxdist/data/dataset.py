@@ -2,6 +2,24 @@
 
 Shapes: B rows to read, S sequence length, G global batch. A dataset does not know of
 processes: the caller names the rows of the global batch that it wants.
+
+A resumed run continues with the same samples only if all of these are the same. Each is
+checked or restored at the place that its line names:
+
+- The seed, the global batch size, the sequence length and the weights of the mixture
+  are keys of the config that may not change (`trainer.workdir.check_stored_config`).
+- The fingerprint of text covers the tokens, the split, the cut, the sequence length
+  and the weights of the mixture (`data.opening.open_dataset`). The fingerprint of arrays
+  in a file covers the samples and the split (`data.splits.split_samples`). The
+  fingerprint of a caller's batches covers the arrays, the first batch of a function, or
+  the shapes of an iterable (`data.user_batches.open_user_batches`). The checkpoint has
+  the fingerprint (`trainer.workdir.check_data`).
+- The windows of skipped batches are in skipped.json and in the checkpoint
+  (`trainer.restore.skipped_windows`). All processes compare them
+  (`trainer.start.init_or_restore`).
+- The number of updates done is the checkpoint's progress (`trainer.run_metadata`).
+- The state of a caller's iterator is in the checkpoint (`reader_state`, `go_to`). Other
+  datasets have none, because the step determines the batch.
 """
 
 import dataclasses

@@ -1,7 +1,8 @@
 """Order of samples: a pure function of (seed, global sample index).
 
 A resumed run therefore continues the order at no cost. The order does not depend on
-hosts, steps or batch sizes.
+hosts, steps or batch sizes. But the position in it does: the batch of step s begins at
+index s x G, so a run keeps its global batch size G.
 """
 
 import hashlib

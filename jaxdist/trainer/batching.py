@@ -16,7 +16,7 @@ from jaxdist.trainer.run_config import RunConfig
 
 
 def open_data(
-    run: RunConfig,
+    config: RunConfig,
     folder: Path,
     log: Callable[[str], None],
     *,
@@ -25,25 +25,25 @@ def open_data(
     """Opens the dataset of a run.
 
     Args:
-      run: the run's config.
+      config: the run's config.
       folder: the workdir.
       log: receives lines about the progress of tokenization.
       stride: targets between sliding windows; see `open_dataset`.
     """
     return open_dataset(
-        run.data,
-        sequence_length=run.batch.sequence_length,
-        vocab_size=run.vocab_size,
-        seed=run.seed,
+        config.data,
+        sequence_length=config.batch.sequence_length,
+        vocab_size=config.vocab_size,
+        seed=config.seed,
         folder=folder,
         log=log,
         stride=stride,
     )
 
 
-def batch_shardings(run: RunConfig, built: TrainStep) -> Mapping[str, Sharding]:
+def batch_shardings(config: RunConfig, built: TrainStep) -> Mapping[str, Sharding]:
     """Chooses the sharding of each entry of a batch. This may read files of the data."""
-    return built.batch_shardings(compose.batch_shapes(run))
+    return built.batch_shardings(compose.batch_shapes(config))
 
 
 def train_loader(
@@ -56,40 +56,43 @@ def train_loader(
 
     It reads no files of the data.
     """
-    run = composition.config
+    config = composition.config
     return Loader(
         dataset,
-        global_size=run.batch.global_size,
+        global_size=config.batch.global_size,
         shardings=shardings,
         start=start,
-        prefetch=run.data.prefetch,
+        prefetch=config.data.prefetch,
         balancer=balancer(composition, dataset),
     )
 
 
 def held_out_loader(
-    run: RunConfig, shardings: Mapping[str, Sharding], dataset: Dataset
+    config: RunConfig, shardings: Mapping[str, Sharding], dataset: Dataset
 ) -> Loader:
     """Makes the loader of held-out batches. It reads no files of the data."""
     return Loader(
         dataset,
-        global_size=run.batch.global_size,
+        global_size=config.batch.global_size,
         shardings=shardings,
         split="validation",
-        prefetch=run.data.prefetch,
+        prefetch=config.data.prefetch,
     )
 
 
 def balancer(composition: Composition, dataset: Dataset) -> Balancer:
-    """Makes the balancer, which assigns rows to devices and measures how even they are."""
-    run = composition.config
-    batch = run.batch
-    heads = getattr(run.model_config, "num_heads", None)
+    """Makes the balancer of a run, which measures how even the work of its devices is.
+
+    With `data.balance=attention` it also permutes the rows of each batch.
+    """
+    config = composition.config
+    batch = config.batch
+    heads = getattr(config.model_config, "num_heads", None)
     # Attention that is split by heads works equally on all devices of `context`, so
     # these count as one.
     context = 1
     zigzag = False
-    if heads and run.data.is_text:
+    if heads and config.data.is_text:
         form = context_attention.form_under(
             composition.rules, (1, batch.sequence_length, heads, 1)
         )
@@ -103,5 +106,5 @@ def balancer(composition: Composition, dataset: Dataset) -> Balancer:
         context=context,
         zigzag=zigzag,
     )
-    balanced = run.data.balance == "attention"
+    balanced = config.data.balance == "attention"
     return Balancer(dataset, batch.global_size, grid, balanced=balanced)

@@ -120,15 +120,20 @@ class StepView:
     stop_reason: str = field(default="", init=False)
 
     def request_save(self) -> None:
-        """Requests a checkpoint of this step. All processes save if one requests it."""
+        """Requests a checkpoint. All processes save if one requests it.
+
+        The checkpoint is of this step if the callback pauses the loop, or at an
+        evaluation. The request of a callback with `steps` = 0 is held back until the next
+        vote (see `stop`), so the checkpoint may be of a later step.
+        """
         self.save_requested = True
 
     def stop(self, reason: str) -> None:
         """Ends training, with an evaluation and a checkpoint as after the last step.
 
         All processes stop after the same step: the next step at which they vote. They
-        vote after an evaluation, after a callback that pauses the loop, and at a row of
-        metrics.
+        vote after an evaluation, after a callback that pauses the loop, at a row of
+        metrics, and after the last step.
         """
         self.stop_reason = reason
 
@@ -489,11 +494,11 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
         )
 
 
-def check_served(run: RunConfig, keys: Collection[str]) -> None:
+def check_served(config: RunConfig, keys: Collection[str]) -> None:
     """Checks that every key that needs a callback has one.
 
     Args:
-      run: the run's config.
+      config: the run's config.
       keys: keys that the run's callbacks serve. A group stands for all its keys.
 
     Raises:
@@ -502,7 +507,7 @@ def check_served(run: RunConfig, keys: Collection[str]) -> None:
     """
     faults = []
     for key, field_of_key in schema.schema_of(RunConfig).items():
-        value = attrgetter(key)(run)
+        value = attrgetter(key)(config)
         group = key.partition(".")[0]
         if not field_of_key.callback or key in keys or group in keys:
             continue

@@ -14,16 +14,16 @@ LARGEST = 2**48
 _OF_64_BITS = ("seed", "data.validation_tokens")  # keys that may exceed 32 bits
 
 
-def component_faults(run: RunConfig) -> Iterator[str]:
+def component_faults(config: RunConfig) -> Iterator[str]:
     """Yields values of different config groups that do not fit together."""
-    train = run.train
-    length = run.batch.sequence_length
-    longest = getattr(run.model_config, "max_length", None)
+    train = config.train
+    length = config.batch.sequence_length
+    longest = getattr(config.model_config, "max_length", None)
     learned = ""
-    if "max_positions" in run.model:
+    if "max_positions" in config.model:
         learned = " (learned positions: raise model.max_positions)"
-    if run.offload.optimizer:
-        obstacle = offload_obstacle(run.optimizer)
+    if config.offload.optimizer:
+        obstacle = offload_obstacle(config.optimizer)
         if obstacle:
             yield obstacle
     if train.sample_tokens and not train.sample_prompt:
@@ -43,7 +43,7 @@ def component_faults(run: RunConfig) -> Iterator[str]:
         )
     if not train.eval_every:
         need_evaluations = {
-            "checkpoint.keep_best": run.checkpoint.keep_best,
+            "checkpoint.keep_best": config.checkpoint.keep_best,
             "train.patience": train.patience,
         }
         keys = [f"{key}={value}" for key, value in need_evaluations.items() if value]
@@ -52,28 +52,28 @@ def component_faults(run: RunConfig) -> Iterator[str]:
                 f"{', '.join(keys)}: evaluations decide, and train.eval_every=0 makes "
                 f"none; set it"
             )
-    yield from warmup_faults(run.optimizer, train.steps)
-    if run.lora.from_peft and not run.init.from_huggingface:
+    yield from warmup_faults(config.optimizer, train.steps)
+    if config.lora.from_peft and not config.init.from_huggingface:
         yield "lora.from_peft needs the model that it adapts; set init.from_huggingface"
 
 
-def model_faults(run: RunConfig) -> list[str]:
+def model_faults(config: RunConfig) -> list[str]:
     """Lists faults that keep the model from being described: options, patterns, sizes."""
-    faults = registry.option_faults(run.model_class, run.model_options)
+    faults = registry.option_faults(config.model_class, config.model_options)
     # These groups have patterns, which choose parameters of the model.
     for part in ("lora", "optimizer"):
-        faults += schema.faults(getattr(run, part), f"{part}.")
-    return [*faults, *_size_faults(run)]
+        faults += schema.faults(getattr(config, part), f"{part}.")
+    return [*faults, *_size_faults(config)]
 
 
-def _size_faults(run: RunConfig) -> Iterator[str]:
+def _size_faults(config: RunConfig) -> Iterator[str]:
     """Yields sizes that overflow the integers of jax or of its compiler.
 
     Such an overflow would end the process.
     """
-    flat = schema.flatten(schema.to_config_dict(run))
+    flat = schema.flatten(schema.to_config_dict(config))
     unchecked: tuple[str, ...] = _OF_64_BITS
-    if not run.model["target"].startswith("jaxdist."):
+    if not config.model["target"].startswith("jaxdist."):
         unchecked += ("model.",)  # the options of a user's model may mean anything
     counts = {
         path: number

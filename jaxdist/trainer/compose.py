@@ -32,11 +32,11 @@ from jaxdist.trainer.run_config import Build, RunConfig
 # --- a run's config alone -------------------------------------------------------------
 
 
-def with_overrides(run: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+def with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
     """Returns a config with some values replaced.
 
     Args:
-      run: the config, which is not changed.
+      config: the config, which is not changed.
       overrides: new values by key, such as {"mesh.fsdp": 8}, or whole groups, such as
         {"remat": RematConfig("full")}. Values must have the types of their fields: they
         are neither converted nor checked.
@@ -46,8 +46,8 @@ def with_overrides(run: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
       TypeError: a key of a group does not exist.
     """
     for key, value in overrides.items():
-        run = _with_value(run, key.split("."), value)
-    return run
+        config = _with_value(config, key.split("."), value)
+    return config
 
 
 def _with_value(group: Any, path: Sequence[str], value: Any) -> Any:
@@ -64,57 +64,57 @@ def _with_value(group: Any, path: Sequence[str], value: Any) -> Any:
     return dataclasses.replace(group, **{name: value})
 
 
-def model_spec(run: RunConfig, build: Build | None = None) -> ModelSpec:
+def model_spec(config: RunConfig, build: Build | None = None) -> ModelSpec:
     """Describes a run's model, with its adapters.
 
     Args:
-      run: the run's config.
+      config: the run's config.
       build: makes the caller's model; default: the config names the model.
 
     Raises:
       ConfigError: the model cannot be built.
     """
-    build = build or registry.build_function(run.model_class, run.model_options)
+    build = build or registry.build_function(config.model_class, config.model_options)
     return describe(
-        lora.adapted(build, run.lora),
-        frozen=run.optimizer.frozen,
-        rules=run.sharding.rules,
+        lora.adapted(build, config.lora),
+        frozen=config.optimizer.frozen,
+        rules=config.sharding.rules,
     )
 
 
 def batch_shapes(
-    run: RunConfig, size: int | None = None
+    config: RunConfig, size: int | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Describes a batch of the run's dataset by entry. This may read files of the data.
 
     Args:
-      run: the run's config.
+      config: the run's config.
       size: number of samples; default: that of the global batch.
 
     Raises:
       ConfigError: the file of `data.source=arrays` does not exist.
     """
     if size is None:
-        size = run.batch.global_size
-    samples = sample_shapes(run.data, run.batch.sequence_length)
+        size = config.batch.global_size
+    samples = sample_shapes(config.data, config.batch.sequence_length)
     return {
         name: jax.ShapeDtypeStruct((size, *dims), dtype)
         for name, (dims, dtype) in samples.items()
     }
 
 
-def targets_per_sample(run: RunConfig) -> int:
+def targets_per_sample(config: RunConfig) -> int:
     """Counts the targets of a sample, the unit of speeds and FLOPs. An image has 1."""
-    return math.prod(_dims_of_weights(run))
+    return math.prod(_dims_of_weights(config))
 
 
-def unit(run: RunConfig) -> str:
+def unit(config: RunConfig) -> str:
     """Returns "tokens", or "samples" if each sample has a single target."""
-    return "tokens" if _dims_of_weights(run) else "samples"
+    return "tokens" if _dims_of_weights(config) else "samples"
 
 
-def _dims_of_weights(run: RunConfig) -> tuple[int, ...]:
-    samples = sample_shapes(run.data, run.batch.sequence_length)
+def _dims_of_weights(config: RunConfig) -> tuple[int, ...]:
+    samples = sample_shapes(config.data, config.batch.sequence_length)
     dims, _ = samples.get("weights", ((), ""))
     return dims
 
@@ -216,28 +216,31 @@ class Composition:
           max_traces: traces of `step` after which another one raises a RuntimeError;
             default: no limit.
         """
-        run = self.config
+        config = self.config
         schedule = schedules.build_schedule(
-            run.optimizer, run.train.steps, run.batch.global_size, schedule_steps
+            config.optimizer,
+            config.train.steps,
+            config.batch.global_size,
+            schedule_steps,
         )
         step = StepConfig(
-            seed=run.seed,
-            accumulation=run.batch.accumulation,
-            compute=run.precision.compute,
-            params=run.precision.params,
-            reduce=run.precision.reduce,
-            recipe=run.precision.recipe,
+            seed=config.seed,
+            accumulation=config.batch.accumulation,
+            compute=config.precision.compute,
+            params=config.precision.params,
+            reduce=config.precision.reduce,
+            recipe=config.precision.recipe,
             loss_scale=self.loss_scale,
-            reduce_over_replicas=run.mesh.reduce,
-            remat=run.remat,
-            ema_decay=run.train.ema_decay,
-            moments_in=HOST if run.offload.optimizer else None,
+            reduce_over_replicas=config.mesh.reduce,
+            remat=config.remat,
+            ema_decay=config.train.ema_decay,
+            moments_in=HOST if config.offload.optimizer else None,
             staging=self.staging,
             max_traces=max_traces,
         )
         return build_train_step(
             self.spec,
-            optimizer or run.optimizer,
+            optimizer or config.optimizer,
             schedule,
             self.mesh(devices),
             self.rules,
@@ -245,20 +248,20 @@ class Composition:
         )
 
 
-def compose(run: RunConfig, shape: MeshShape, spec: ModelSpec) -> Composition:
+def compose(config: RunConfig, shape: MeshShape, spec: ModelSpec) -> Composition:
     """Composes a run on a mesh without checks.
 
     Args:
-      run: the run's config.
+      config: the run's config.
       shape: sizes of the mesh axes.
       spec: the run's model; see `model_spec`.
     """
     # Only the ops of jaxdist can work on a stage's shard of the vocabulary.
-    vocab_over_stages = run.pipeline.edges == "sharded" and spec.casts_itself
+    vocab_over_stages = config.pipeline.edges == "sharded" and spec.casts_itself
     rules = build_rules(
-        run.mesh,
+        config.mesh,
         shape,
         vocab_over_stages=vocab_over_stages,
-        attention=run.context.attention,
+        attention=config.context.attention,
     )
-    return Composition(run, rules, spec)
+    return Composition(config, rules, spec)

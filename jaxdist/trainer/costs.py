@@ -11,34 +11,34 @@ from jaxdist.trainer.compose import targets_per_sample
 from jaxdist.trainer.run_config import RunConfig
 
 
-def costs_of(run: RunConfig) -> list[Cost]:
+def costs_of(config: RunConfig) -> list[Cost]:
     """Lists the costs of the model's ops; [] if the model declares none."""
-    return _declared_costs(run, run.model_config)
+    return _declared_costs(config, config.model_config)
 
 
-def module_costs(run: RunConfig, module: ModelSpec) -> list[Cost]:
+def module_costs(config: RunConfig, module: ModelSpec) -> list[Cost]:
     """Lists the costs of a frozen module's ops; [] if its model declares none."""
-    return _declared_costs(run, getattr(module.abstract_model, "config", None))
+    return _declared_costs(config, getattr(module.abstract_model, "config", None))
 
 
-def _declared_costs(run: RunConfig, model_config: Any) -> list[Cost]:
+def _declared_costs(config: RunConfig, model_config: Any) -> list[Cost]:
     hook = registry.model_hook(model_config, "costs")
     if hook is None:
         return []
-    costs: list[Cost] = hook(targets_per_sample(run))
+    costs: list[Cost] = hook(targets_per_sample(config))
     return costs
 
 
-def itemsize_of(run: RunConfig) -> int:
+def itemsize_of(config: RunConfig) -> int:
     """Returns the bytes of an element of activations."""
-    return jnp.dtype(run.precision.compute).itemsize
+    return jnp.dtype(config.precision.compute).itemsize
 
 
-def undeclared_lines(run: RunConfig) -> list[str]:
+def undeclared_lines(config: RunConfig) -> list[str]:
     """Warns that a model declares no costs; [] if it does, or if it counts its FLOPs."""
-    if costs_of(run) or registry.model_hook(run.model_config, "flops_per_token"):
+    if costs_of(config) or registry.model_hook(config.model_config, "flops_per_token"):
         return []
     return [
-        f"costs: {run.model_class.__name__} declares none (Config.costs); its FLOPs are "
+        f"costs: {config.model_class.__name__} declares none (Config.costs); its FLOPs are "
         f"counted in its program, and what its layers send is left out"
     ]

@@ -1,9 +1,17 @@
 """The layout of an elastic run, which trains on another number of devices.
 
-The global batch, the learning rate, the order of data and all random keys depend only on
-the config and the step. So a refit changes only the sizes of mesh axes and the
-accumulation. This module is arithmetic without jax: the supervisor uses it before it
-starts the processes.
+A refit changes the sizes of mesh axes and the accumulation. It also changes `mesh.zero`
+1 or 2 to 3 if the new mesh no longer shards parameters. The global batch, the learning
+rate, the order of data and the step's random key stay: they depend only on the other
+keys and on the step.
+
+A model that draws from its own nnx.Rngs is an exception. Each accumulation part seeds
+these streams with its first sample (`step.gradients.build_objective`). So a refit that
+changes the accumulation changes their random numbers. With `data.balance=attention` any
+refit may, because the order of a batch's rows depends on the layout.
+
+This module is arithmetic without jax: the supervisor uses it before it starts the
+processes.
 """
 
 import dataclasses
@@ -28,7 +36,7 @@ _LARGEST = 1 << 24  # largest axis or batch, so that `divisors` stays fast
 # number of the first start.
 FULL_PROCESSES = "JAXDIST_FULL_PROCESSES"
 
-Run = TypeVar("Run", bound=Any)  # a config with `mesh`, `pipeline` and `batch`
+Config = TypeVar("Config", bound=Any)  # a config with `mesh`, `pipeline` and `batch`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,11 +165,11 @@ def _size(value: Any) -> int:
     return value
 
 
-def refit(run: Run, *, devices: int, full_devices: int | None) -> Run:
+def refit(config: Config, *, devices: int, full_devices: int | None) -> Config:
     """Changes the layout of an elastic run to fit its devices.
 
     Args:
-      run: the run's config.
+      config: the run's config.
       devices: number of devices.
       full_devices: number of devices that the config was written for; None: the run is
         not elastic.
@@ -170,17 +178,17 @@ def refit(run: Run, *, devices: int, full_devices: int | None) -> Run:
       The changed config. It is unchanged at full size, or if no layout fits.
     """
     if full_devices is None or full_devices == devices:
-        return run
+        return config
     layout = fit_config(
-        dataclasses.asdict(run), devices=devices, full_devices=full_devices
+        dataclasses.asdict(config), devices=devices, full_devices=full_devices
     )
     if layout is None:
-        return run  # the validation reports that the devices do not fit
+        return config  # the validation reports that the devices do not fit
     shards = math.prod(layout.axes[axis] for axis in PARAMETER_SHARDS)
-    zero = 3 if run.mesh.zero in (1, 2) and shards == 1 else run.mesh.zero
-    mesh = dataclasses.replace(run.mesh, **layout.axes, zero=zero)
-    batch = dataclasses.replace(run.batch, accumulation=layout.accumulation)
-    return dataclasses.replace(run, mesh=mesh, batch=batch)
+    zero = 3 if config.mesh.zero in (1, 2) and shards == 1 else config.mesh.zero
+    mesh = dataclasses.replace(config.mesh, **layout.axes, zero=zero)
+    batch = dataclasses.replace(config.batch, accumulation=layout.accumulation)
+    return dataclasses.replace(config, mesh=mesh, batch=batch)
 
 
 def full_devices(
@@ -204,7 +212,7 @@ def full_devices(
     return next(iter(_devices_of_starts(folder)), None)
 
 
-def resized(folder: Path, run: Run, devices: int) -> dict[str, Any] | None:
+def resized(folder: Path, config: Config, devices: int) -> dict[str, Any] | None:
     """Makes the fields of the event `resize`.
 
     Returns:
@@ -213,12 +221,12 @@ def resized(folder: Path, run: Run, devices: int) -> dict[str, Any] | None:
     starts = _devices_of_starts(folder)
     if not starts or starts[-1] == devices:
         return None
-    sizes = {axis: getattr(run.mesh, axis) for axis in AXES}
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     return {
         "devices_before": starts[-1],
         "devices": devices,
         "mesh": {axis: size for axis, size in sizes.items() if size != 1},
-        "accumulation": run.batch.accumulation,
+        "accumulation": config.batch.accumulation,
     }
 
 

@@ -1,8 +1,7 @@
 """The detection of numerical faults, and the data that a run skips because of them.
 
 A numerical fault is a non-finite step, a spike of the loss, or a difference between
-copies of a parameter. Updates are numbered from 1 and batches from 0. Without skipped
-batches, update n takes batch n - 1.
+copies of a parameter. Updates are numbered from 1 and batches from 0 (`trainer.loop`).
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Monitor:
         self._median = math.inf
         self._high = math.inf  # loss above which a step is a spike
 
-    def look(self, number: int, metrics: dict[str, jax.Array]) -> None:
+    def check_step(self, number: int, metrics: dict[str, jax.Array]) -> None:
         """Checks the loss of a step.
 
         Raises:

@@ -131,7 +131,7 @@ def apply_config(
 # --- before the first step ------------------------------------------------------------
 
 
-def first_state(
+def init_from_sources(
     config: RunConfig,
     built: TrainStep,
     folder: Path,
@@ -139,7 +139,9 @@ def first_state(
     build: Build | None = None,
     initial: Mapping[str, np.ndarray] | None = None,
 ) -> State:
-    """Makes the first state of a run. Every process makes the call.
+    """Makes the state of a new run: from weights of sources, or from random ones.
+
+    Every process makes the call.
 
     Args:
       config: the run's config.

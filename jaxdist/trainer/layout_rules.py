@@ -12,14 +12,14 @@ from jaxdist.trainer.compose import Composition
 
 def layout_faults(composition: Composition) -> list[str]:
     """Lists the faults of a run's layout, each with its fix."""
-    run = composition.config
+    config = composition.config
     spec = composition.spec
     rules = composition.rules
     faults = [
         *_batch_faults(composition),
-        *optimizers.group_faults(run.optimizer, spec.named_trainable()),
+        *optimizers.group_faults(config.optimizer, spec.named_trainable()),
     ]
-    if run.mesh.reduce == "once":
+    if config.mesh.reduce == "once":
         obstacle = reduction.obstacle(spec, rules)
         if obstacle:
             faults.append(reduction.refusal(obstacle))
@@ -110,16 +110,16 @@ def _expert_faults(composition: Composition) -> Iterator[str]:
 
 
 def _context_faults(composition: Composition) -> Iterator[str]:
-    run = composition.config
+    config = composition.config
     size = composition.shape.sizes["context"]
     if size == 1:
         return
-    if not run.data.is_text:
-        yield f"mesh.context={size}: data.source={run.data.source} has no sequences; set mesh.context=1"
+    if not config.data.is_text:
+        yield f"mesh.context={size}: data.source={config.data.source} has no sequences; set mesh.context=1"
         return
-    heads = getattr(run.model_config, "num_heads", None)
+    heads = getattr(config.model_config, "num_heads", None)
     yield from context_attention.faults(
-        composition.rules, run.batch.sequence_length, heads
+        composition.rules, config.batch.sequence_length, heads
     )
 
 

@@ -1,4 +1,11 @@
-"""The training loop: steps, and between them callbacks, evaluations and checkpoints."""
+"""The training loop: steps, and between them callbacks, evaluations and checkpoints.
+
+The module docstring of `trainer.trainer` lists the calls that lead here.
+
+Updates are numbered from 1 (`number`, and `StepView.step`) and batches from 0.
+`Progress.step` counts the updates that are done and recorded. Without skipped batches,
+update n takes batch n - 1.
+"""
 
 import contextlib
 import time
@@ -32,8 +39,9 @@ class TrainingStopped(RuntimeError):
 class Trainer:
     """The training loop of a run.
 
-    It reads the metrics of a step only after it has started the next steps. So the
-    devices never wait for the host.
+    It reads the metrics of a step only after it has started the next steps. So between
+    pauses, the devices never wait for the host. A pause waits for all steps started so
+    far: an evaluation, a save, or a callback with `steps` > 0 (`StepLog.paused`).
     """
 
     def __init__(
@@ -189,14 +197,14 @@ class Trainer:
         Raises:
           Diverged: a step has a numerical fault.
         """
-        first = self.progress.step
+        done = self.progress.step
         last = self.config.train.steps
         reason = ""
         with batching.train_loader(
-            self.run.composition, self.shardings, self.dataset, first
+            self.run.composition, self.shardings, self.dataset, done
         ) as loader:
             self.log.begin(loader)
-            for number in range(first + 1, last + 1):
+            for number in range(done + 1, last + 1):
                 self.callbacks.phase("data", number)
                 batch = next(loader)
                 self.callbacks.phase("step", number)
@@ -204,11 +212,17 @@ class Trainer:
                 view = self._view(number, state, metrics, last=number == last)
                 self.callbacks.step(view)
                 self.log.add_step(number, metrics)
-                self.saver.after_step(number - first)
+                self.saver.after_step(number - done)
                 reason = self._between_steps(view)
                 if self.signals.reached() or reason:
                     break
             self.log.drain_metrics()
+            # Only `_between_steps` shows whether the run stops early. So the last step
+            # has two views, and both may call, evaluate and save. Three places skip
+            # what the first view has done: `Hook._called_at` (callbacks.py),
+            # `_evaluated_at` (here) and `CheckpointManager._last_step`
+            # (checkpoint/manager.py). Other callbacks with `steps` > 0 are called
+            # twice.
             self._after_last_step(self._view(number, state, metrics, last=True))
         return state, reason
 
@@ -276,11 +290,13 @@ class Trainer:
           view: the last step, which receives the progress.
           bucket: bucket of the ledger for the body's time; "" = that of the phase.
         """
-        with self.log.paused() as view.progress, clock.timed(bucket):
+        with self.log.paused() as progress, clock.timed(bucket):
+            view.progress = progress
             yield
 
     def _save(self, view: StepView) -> None:
-        with self.log.paused() as view.progress:
+        with self.log.paused() as progress:
+            view.progress = progress
             self.callbacks.phase("save", view.step)
             self.saver(view)
 
@@ -302,7 +318,7 @@ class Trainer:
             vote = [self._wants_save, self._wants_stop]
         began = time.monotonic()
         votes = coordination.votes(vote)
-        self.log.wait(time.monotonic() - began)
+        self.log.add_wait(time.monotonic() - began)
         for wants_save, wants_stop in votes:
             view.save_requested = view.save_requested or wants_save
             view.stop_reason = view.stop_reason or wants_stop

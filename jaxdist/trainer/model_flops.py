@@ -22,50 +22,50 @@ from jaxdist.trainer.costs import costs_of, module_costs
 from jaxdist.trainer.run_config import RunConfig
 
 
-def active_parameters(run: RunConfig, spec: ModelSpec) -> int:
+def active_parameters(config: RunConfig, spec: ModelSpec) -> int:
     """Counts the policy's parameters that a token uses.
 
     A token uses only the experts that it is routed to.
     """
     return sum(
-        round(x.size * active_share(run, names))
+        round(x.size * active_share(config, names))
         for x, names in spec.named_parameters().values()
     )
 
 
-def active_share(run: RunConfig, names: Names) -> float:
+def active_share(config: RunConfig, names: Names) -> float:
     """Returns the share of a parameter that a token uses.
 
     It is 1, except for kernels of experts: the model's `costs` declare their share.
     """
     if not has_experts(names):
         return 1.0
-    return min((cost.active_share for cost in costs_of(run)), default=1.0)
+    return min((cost.active_share for cost in costs_of(config)), default=1.0)
 
 
 _CONVENTIONS: tuple[flops.Convention, ...] = ("causal", "full")
 
 
-def model_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
+def model_flops(config: RunConfig, spec: ModelSpec) -> dict[str, float]:
     """Counts the model FLOPs per target of a step, by both attention conventions.
 
     They include the policy, forward and backward, and frozen modules, forward only.
     """
-    parts = [policy_flops(run, spec)]
-    parts += [module_flops(run, module) for module in spec.modules.values()]
+    parts = [policy_flops(config, spec)]
+    parts += [module_flops(config, module) for module in spec.modules.values()]
     return {
         convention: math.fsum(part[convention] for part in parts)
         for convention in _CONVENTIONS
     }
 
 
-def module_flops(run: RunConfig, module: ModelSpec) -> dict[str, float]:
+def module_flops(config: RunConfig, module: ModelSpec) -> dict[str, float]:
     """Counts the model FLOPs per target of a frozen module's forward pass.
 
     They are a third of the FLOPs that its ops declare for forward and backward. If it
     declares none, they are counted in its program.
     """
-    declared = module_costs(run, module)
+    declared = module_costs(config, module)
     if declared:
         return {
             convention: costs.model_flops(declared, convention) / 3
@@ -75,13 +75,13 @@ def module_flops(run: RunConfig, module: ModelSpec) -> dict[str, float]:
     def terms(frozen: Tree, batch: Mapping[str, jax.Array]) -> Terms:
         return module_terms(module.assemble({}, {}, frozen), batch)
 
-    with execution.activate(compute=run.precision.compute):
-        program = jax.make_jaxpr(terms)(module.frozen, batch_shapes(run, 1))
-    counted = flops.jaxpr_flops(program) / targets_per_sample(run)
+    with execution.activate(compute=config.precision.compute):
+        program = jax.make_jaxpr(terms)(module.frozen, batch_shapes(config, 1))
+    counted = flops.jaxpr_flops(program) / targets_per_sample(config)
     return dict.fromkeys(_CONVENTIONS, counted)
 
 
-def policy_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
+def policy_flops(config: RunConfig, spec: ModelSpec) -> dict[str, float]:
     """Counts the model FLOPs per target of the policy, forward and backward.
 
     They are the FLOPs that the model's ops declare, or the result of its
@@ -89,9 +89,9 @@ def policy_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
     neither, its forward program is counted, times three. Then both attention
     conventions have the same count, and all parameters count as trained.
     """
-    length = targets_per_sample(run)
-    formula = registry.model_hook(run.model_config, "flops_per_token")
-    declared = costs_of(run)
+    length = targets_per_sample(config)
+    formula = registry.model_hook(config.model_config, "flops_per_token")
+    declared = costs_of(config)
     if declared:
         needed = {
             convention: costs.model_flops(declared, convention)
@@ -102,37 +102,37 @@ def policy_flops(run: RunConfig, spec: ModelSpec) -> dict[str, float]:
             convention: formula(length, convention) for convention in _CONVENTIONS
         }
     else:
-        counted = _count_in_program(run, spec) / length
+        counted = _count_in_program(config, spec) / length
         return dict.fromkeys(_CONVENTIONS, counted)
-    saved = _frozen_flops(run, spec)
+    saved = _frozen_flops(config, spec)
     return {convention: count - saved for convention, count in needed.items()}
 
 
-def _count_in_program(run: RunConfig, spec: ModelSpec) -> float:
+def _count_in_program(config: RunConfig, spec: ModelSpec) -> float:
     """Counts the FLOPs of a sample in the model's forward program, times three."""
-    sample = batch_shapes(run, 1)
-    program = forward_program(spec, sample, compute=run.precision.compute)
+    sample = batch_shapes(config, 1)
+    program = forward_program(spec, sample, compute=config.precision.compute)
     return 3 * flops.jaxpr_flops(program)
 
 
-def _frozen_flops(run: RunConfig, spec: ModelSpec) -> float:
+def _frozen_flops(config: RunConfig, spec: ModelSpec) -> float:
     """Counts the FLOPs per token that frozen kernels save, less those of adapters.
 
     A frozen kernel needs no gradient, which would take 2 FLOPs per parameter. An
     adapter takes 6 FLOPs per parameter.
     """
     saved = 0.0
-    for path, count in lora.weights(spec.frozen, run.lora).items():
+    for path, count in lora.weights(spec.frozen, config.lora).items():
         x, names = spec.named_frozen()[path]
         kind = role_of(path.split("/"), x.shape, names).kind
-        is_tied = bool(run.model.get("tie_embeddings"))
+        is_tied = bool(config.model.get("tie_embeddings"))
         is_head = kind == "embedding" and names[:1] == ("vocab",) and is_tied
         if kind in ("matrix", "head") or is_head:
-            saved += 2 * count * active_share(run, names)
-    if not run.lora.rank:
+            saved += 2 * count * active_share(config, names)
+    if not config.lora.rank:
         return saved
     adapters: float = sum(
-        6 * x.size * active_share(run, names)
+        6 * x.size * active_share(config, names)
         for x, names in spec.named_trainable().values()
     )
     return saved - adapters
@@ -160,7 +160,7 @@ def throughput(
     )
 
 
-def mfu_peak(run: RunConfig, device: jax.Device) -> float | None:
+def mfu_peak(config: RunConfig, device: jax.Device) -> float | None:
     """Returns the peak FLOP/s of a device, for MFU; None if no peak is published."""
     chip = chips.chip_for(device.device_kind)
-    return chip.peak(run.precision.peak) if chip else None
+    return chip.peak(config.precision.peak) if chip else None

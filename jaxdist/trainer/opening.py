@@ -28,8 +28,11 @@ def log(text: str) -> None:
         print_safe(text)
 
 
-def refuse_other_version(folder: Path) -> None:
+def check_workdir_version(folder: Path) -> None:
     """Checks that no other version of jaxdist has written the workdir.
+
+    It runs before the config is checked. `workdir.check_run_versions` also checks the
+    checkpoints.
 
     Raises:
       OtherVersion: another version has. It is raised on all processes.
@@ -39,13 +42,15 @@ def refuse_other_version(folder: Path) -> None:
             run_format.check_folder(folder)
 
 
-def open_dataset(
+def open_run_data(
     config: RunConfig,
     folder: Path,
     user_dataset: Dataset | None,
     say: Callable[[str], None],
 ) -> Dataset:
-    """Opens the run's data.
+    """Opens the run's data: the caller's, or that of `data.*`.
+
+    All processes compare the fingerprint of the data.
 
     Args:
       config: the run's config.
@@ -92,12 +97,12 @@ def open_workdir(
     consistency.agree(lambda: flat | consistency.code(run.spec.model_class))
     with coordination.raise_on_all():
         if is_lead():
-            workdir.refuse_other_version(run.folder, config)
+            workdir.check_run_versions(run.folder, config)
             source_run.refuse_own_folder(config, run.folder)
             stack.enter_context(workdir.workdir_lock(run.folder))
         callbacks.open(run)
         if is_lead():
-            workdir.check_resume_config(run.folder, requested)
+            workdir.check_and_write_config(run.folder, requested)
         run.store = workdir.open_checkpoints(run.folder, config)
     stack.enter_context(run.store)
     run.writer = MetricsWriter(run.folder, enabled=is_lead())

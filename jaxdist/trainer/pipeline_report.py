@@ -116,10 +116,10 @@ def _forward_and_backward(
     Returns:
       The FLOPs of a block, of embedding and head together, and of `first_blocks`.
     """
-    run = composition.config
+    config = composition.config
     spec = composition.spec
-    total = policy_flops(run, spec)["causal"]
-    batch = batch_shapes(run, 1)
+    total = policy_flops(config, spec)["causal"]
+    batch = batch_shapes(config, 1)
 
     def count_edges(embed: Callable[[Any, Batch], jax.Array]) -> float:
         def edges(
@@ -131,7 +131,7 @@ def _forward_and_backward(
         counted = jaxpr_flops(
             jax.make_jaxpr(edges)(spec.trainable, spec.model_state, spec.frozen, batch)
         )
-        return 3 * counted / targets_per_sample(run)
+        return 3 * counted / targets_per_sample(config)
 
     edges = count_edges(lambda model, batch: model.embed(batch))
     first = 0.0
@@ -145,18 +145,18 @@ def lines(composition: Composition) -> Iterator[str]:
     estimate = estimate_pipeline(composition)
     if estimate is None:
         return
-    run = composition.config
+    config = composition.config
     spec = composition.spec
     rules = composition.rules
     result = estimate.simulation
     schedule = estimate.schedule
     chunks = f" x {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     kept = f" x {estimate.kept} layers" if estimate.kept > 1 else ""
-    per_device = run.batch.global_size // (
-        run.batch.accumulation * rules.shape.batch_shards
+    per_device = config.batch.global_size // (
+        config.batch.accumulation * rules.shape.batch_shards
     )
     yield (
-        f"pipeline: {run.pipeline.schedule}, {schedule.stages} stages{chunks}, {schedule.microbatches} microbatches: "
+        f"pipeline: {config.pipeline.schedule}, {schedule.stages} stages{chunks}, {schedule.microbatches} microbatches: "
         f"{result.ticks} ticks, bubble {result.bubble:.1%}, a stage keeps at most "
         f"{max(result.live_inputs)} inputs{kept} of "
         f"{per_device // schedule.microbatches} sequences a device"

@@ -56,9 +56,9 @@ def _why_not(
     return recipe.why_not(names_of_kernel, shape[-role.dims :], inputs)
 
 
-def parameters(run: RunConfig, spec: ModelSpec) -> int:
+def parameters(config: RunConfig, spec: ModelSpec) -> int:
     """Counts the parameters whose products use the run's recipe."""
-    recipe = run.precision.recipe
+    recipe = config.precision.recipe
     if recipe is None:
         return 0
     named = spec.named_parameters()
@@ -67,17 +67,17 @@ def parameters(run: RunConfig, spec: ModelSpec) -> int:
 
 
 def lines(
-    run: RunConfig, spec: ModelSpec, device: jax.Device, sample: Sample
+    config: RunConfig, spec: ModelSpec, device: jax.Device, sample: Sample
 ) -> list[str]:
     """Describes the recipe at a run's start: its share of products, and the peak of MFU.
 
     Args:
-      run: the run's config.
+      config: the run's config.
       spec: the model.
       device: one of the devices.
       sample: returns the shapes of a batch of one sample.
     """
-    recipe = run.precision.recipe
+    recipe = config.precision.recipe
     if recipe is None:
         return []
     by_reason = defaultdict(list)
@@ -85,7 +85,7 @@ def lines(
         by_reason[why].append(path)
     with_recipe = by_reason.pop("", [])
     text = (
-        f"precision.matmul={recipe.name}: {share(run, spec, sample):.0%} of the forward products' "
+        f"precision.matmul={recipe.name}: {share(config, spec, sample):.0%} of the forward products' "
         f"FLOPs in {recipe.units.numbers} ({', '.join(with_recipe)})"
     )
     if by_reason:
@@ -110,13 +110,13 @@ def _speed(recipe: Recipe, device: jax.Device) -> str:
     )
 
 
-def share(run: RunConfig, spec: ModelSpec, sample: Sample) -> float:
+def share(config: RunConfig, spec: ModelSpec, sample: Sample) -> float:
     """Computes the share of the forward program's FLOPs that use the run's recipe."""
-    recipe = run.precision.recipe
+    recipe = config.precision.recipe
     if recipe is None:
         return 0.0
     program = forward_program(
-        spec, sample(), compute=run.precision.compute, recipe=recipe
+        spec, sample(), compute=config.precision.compute, recipe=recipe
     )
     total = jaxpr_flops(program)
     if not total:
@@ -124,15 +124,15 @@ def share(run: RunConfig, spec: ModelSpec, sample: Sample) -> float:
     return jaxpr_flops(program, only=recipe.units.in_jaxpr) / total
 
 
-def unit_faults(run: RunConfig, platform: str, device_kind: str) -> Iterator[str]:
+def unit_faults(config: RunConfig, platform: str, device_kind: str) -> Iterator[str]:
     """Yields a fault if a device has no fast units for the run's recipe.
 
     Args:
-      run: the run's config.
+      config: the run's config.
       platform: the value of `jax.Device.platform`.
       device_kind: the value of `jax.Device.device_kind`.
     """
-    recipe = run.precision.recipe
+    recipe = config.precision.recipe
     if recipe is None:
         return
     why = recipe.units.why_not(platform, device_kind)
@@ -141,17 +141,17 @@ def unit_faults(run: RunConfig, platform: str, device_kind: str) -> Iterator[str
 
 
 def faults(
-    run: RunConfig, spec: ModelSpec, device: jax.Device, sample: Sample
+    config: RunConfig, spec: ModelSpec, device: jax.Device, sample: Sample
 ) -> Iterator[str]:
     """Yields a fault if the run's recipe gains nothing on a device or for a model."""
-    recipe = run.precision.recipe
+    recipe = config.precision.recipe
     if recipe is None:
         return
-    slower = list(unit_faults(run, device.platform, device.device_kind))
+    slower = list(unit_faults(config, device.platform, device.device_kind))
     if slower:
         yield from slower
         return
-    if share(run, spec, sample):
+    if share(config, spec, sample):
         return
     reasons = sorted(set(table(recipe, spec).values()) - {""})
     why = "; ".join(reasons) or "it multiplies otherwise"

@@ -60,7 +60,7 @@ def _description(
     schedule: ScheduleSteps,
 ) -> dict[str, Any]:
     """Describes devices, mesh, fingerprints, sizes and shardings for run.json."""
-    run = composition.config
+    config = composition.config
     devices = built.mesh.devices
     description = {
         "platform": devices.flat[0].platform,
@@ -68,17 +68,20 @@ def _description(
         "num_devices": devices.size,
         "num_processes": jax.process_count(),
         "mesh": dict(built.rules.shape.sizes),
-        "zero": run.mesh.zero,
-        "accumulation": run.batch.accumulation,
-        "fingerprints": {"config": run_fingerprint(run), "data": dataset.fingerprint},
+        "zero": config.mesh.zero,
+        "accumulation": config.batch.accumulation,
+        "fingerprints": {
+            "config": run_fingerprint(config),
+            "data": dataset.fingerprint,
+        },
         run_metadata.SCHEDULE: schedule.to_json(),
         "parameters": composition.spec.parameter_count,
-        "active_parameters": model_flops.active_parameters(run, composition.spec),
-        "unit": compose.unit(run),
-        "flops_per_token": model_flops.model_flops(run, composition.spec),
+        "active_parameters": model_flops.active_parameters(config, composition.spec),
+        "unit": compose.unit(config),
+        "flops_per_token": model_flops.model_flops(config, composition.spec),
         "mfu_peak": {
-            "dtype": run.precision.peak,
-            "flops_per_s": model_flops.mfu_peak(run, devices.flat[0]),
+            "dtype": config.precision.peak,
+            "flops_per_s": model_flops.mfu_peak(config, devices.flat[0]),
         },
         "sharding": [
             {
@@ -95,7 +98,7 @@ def _description(
             for placed in composition.placements()
         ],
     }
-    split_sequences = step_lines.context_lines(run, built.rules)
+    split_sequences = step_lines.context_lines(config, built.rules)
     if split_sequences:
         description["split_sequences"] = split_sequences
     return description

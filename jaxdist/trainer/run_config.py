@@ -75,7 +75,11 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """The global batch: accumulation x batch shards x sequences per device."""
+    """The global batch, and the parts that a step cuts it into.
+
+    Its size is accumulation x microbatches (1 without a pipeline) x batch shards x
+    sequences of a part per device.
+    """
 
     global_size: PositiveInt = 16  # sequences per step
     sequence_length: PositiveInt = 128  # tokens per sequence
@@ -160,19 +164,19 @@ class RunConfig:
 # --- what may change on resume --------------------------------------------------------
 
 
-def keys_that_may_change(run: RunConfig) -> set[str]:
+def keys_that_may_change(config: RunConfig) -> set[str]:
     """Lists the keys whose values may change when a run resumes."""
-    fields = full_schema(run.model.get("target", registry.DEFAULT_TARGET))
+    fields = full_schema(config.model.get("target", registry.DEFAULT_TARGET))
     return {path for path, field in fields.items() if field.may_change_on_resume}
 
 
-def run_fingerprint(run: RunConfig) -> str:
+def run_fingerprint(config: RunConfig) -> str:
     """Hashes the values that determine a run's losses.
 
     The hash skips values that may change on resume, such as the number of steps.
     """
-    values = schema.flatten(schema.to_config_dict(run))
-    for path in keys_that_may_change(run):
+    values = schema.flatten(schema.to_config_dict(config))
+    for path in keys_that_may_change(config):
         values.pop(path, None)
     return schema.fingerprint(values)
 

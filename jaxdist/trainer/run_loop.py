@@ -63,8 +63,8 @@ def train_to_end(
     log = StepLog(run, callbacks, display, throughput)
     run.store.milestones = schedule.milestones(run)
     saver = Saver(run, callbacks, schedule.steps)
-    # Callbacks may delete expired steps in a store. So this follows the choice of
-    # milestones, which are kept.
+    # From here on, the callback of checkpoint.copy_to may delete expired steps from the
+    # store of copies. It keeps milestones, so they are chosen first.
     callbacks.load(start.callbacks)
     trainer = Trainer(
         run=run,

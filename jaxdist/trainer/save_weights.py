@@ -51,7 +51,7 @@ def _is_free(folder: Path) -> bool:
 
 
 def write(
-    run: RunConfig,
+    config: RunConfig,
     state: State,
     folder: Path,
     metadata: Mapping[str, Any] | None = None,
@@ -59,7 +59,7 @@ def write(
     """Writes a state as the only checkpoint of a workdir, and config.json.
 
     Args:
-      run: the run's config.
+      config: the run's config.
       state: the state with flat layers and without optimizer state.
       folder: the workdir.
       metadata: metadata of the checkpoint in addition to the config.
@@ -67,16 +67,18 @@ def write(
     Raises:
       CheckpointError: the state could not be saved.
     """
-    checkpoints = workdir.checkpoints_folder(folder, run)
-    blocking = dataclasses.replace(run.checkpoint, asynchronous=False)
+    checkpoints = workdir.checkpoints_folder(folder, config)
+    blocking = dataclasses.replace(config.checkpoint, asynchronous=False)
     with CheckpointManager(checkpoints, blocking) as store:
         store.save(
-            int(state.step), state, {**(metadata or {}), **workdir.stored_config(run)}
+            int(state.step),
+            state,
+            {**(metadata or {}), **workdir.stored_config(config)},
         )
         errors = [save.error for save in store.poll() if save.error]
         if errors:
             raise errors[0]
     if jax.process_index() == 0:
         workdir.write_json(
-            folder / workdir.CONFIG, schema.to_config_dict(run).to_dict()
+            folder / workdir.CONFIG, schema.to_config_dict(config).to_dict()
         )

@@ -76,7 +76,7 @@ def init_or_restore(
         else:
             if sources:
                 phase("restore", 0)
-            state = initial_weights.first_state(
+            state = initial_weights.init_from_sources(
                 run.config, run.built, run.folder, sources, build, initial
             )
             first = _FirstState(

@@ -18,13 +18,13 @@ from jaxdist.trainer.run_config import RunConfig
 
 def counts(composition: Composition) -> str:
     """Formats the numbers of parameters: all, trained, active for a token, and frozen."""
-    run = composition.config
+    config = composition.config
     spec = composition.spec
-    if run.lora.rank:
-        text = adapters.summary(spec.trainable, spec.frozen, run.lora)
+    if config.lora.rank:
+        text = adapters.summary(spec.trainable, spec.frozen, config.lora)
     else:
         text = spec.counts
-    active = active_parameters(run, spec)
+    active = active_parameters(config, spec)
     if active < spec.parameter_count:
         text += f", {active:,} active for a token"
     for line in expert_lines(composition):
@@ -40,13 +40,13 @@ def expert_lines(composition: Composition) -> list[str]:
     Returns:
       The line; [] if a cost declares fewer, or the model has no experts.
     """
-    run = composition.config
+    config = composition.config
     kernels = [
         names
         for _, names in composition.spec.named_parameters().values()
         if has_experts(names)
     ]
-    if not any(active_share(run, names) == 1 for names in kernels):
+    if not any(active_share(config, names) == 1 for names in kernels):
         return []
     return [
         "all experts are counted as active for a token: no op of Config.costs declares "
@@ -59,24 +59,24 @@ def step_lines(composition: Composition, built: TrainStep) -> list[str]:
 
     The model adds the lines of its hook `choices`.
     """
-    run = composition.config
-    choices = registry.model_hook(run.model_config, "choices") or list
+    config = composition.config
+    choices = registry.model_hook(config.model_config, "choices") or list
     with execution.activate(built.mesh, built.rules):
         chosen: list[str] = choices()
     device = built.mesh.devices.flat[0]
     return [
         batch_arithmetic(composition),
         *reduction_lines(composition),
-        *precision.advice(run.precision, device),
+        *precision.advice(config.precision, device),
         *product_formats.lines(
-            run, composition.spec, device, partial(batch_shapes, run, 1)
+            config, composition.spec, device, partial(batch_shapes, config, 1)
         ),
-        *context_lines(run, built.rules),
+        *context_lines(config, built.rules),
         *chosen,
     ]
 
 
-def context_lines(run: RunConfig, rules: Rules) -> list[str]:
+def context_lines(config: RunConfig, rules: Rules) -> list[str]:
     """Describes how attention works on sequences that are split over devices.
 
     Returns:
@@ -84,8 +84,8 @@ def context_lines(run: RunConfig, rules: Rules) -> list[str]:
     """
     if rules.shape.sizes["context"] == 1:
         return []
-    for cost in costs_of(run):
-        lines = cost.explain(rules, itemsize_of(run))
+    for cost in costs_of(config):
+        lines = cost.explain(rules, itemsize_of(config))
         if lines:
             return lines
     return []
@@ -101,14 +101,14 @@ def reduction_lines(composition: Composition, *, forced: bool = False) -> list[s
     Returns:
       The line; [] if there is nothing to sum in parts.
     """
-    run = composition.config
+    config = composition.config
     rules = composition.rules
     parts = composition.parts
-    chosen = reduction.choose(composition.spec, rules, run.mesh.reduce, parts=parts)
+    chosen = reduction.choose(composition.spec, rules, config.mesh.reduce, parts=parts)
     if not chosen.over or (forced and not chosen.why_each):
         return []
     summed = reduction.summed_bytes(
-        composition.staged_spec, rules, run.precision.reduce
+        composition.staged_spec, rules, config.precision.reduce
     )
     once_mb = summed / 1e6
     each = f"with each of {parts} parts, {parts * once_mb:.1f} MB"

@@ -92,7 +92,7 @@ class StepLog:
         """Returns the total seconds that this process has waited for its devices."""
         return self._monitor.waited_s
 
-    def wait(self, seconds: float) -> None:
+    def add_wait(self, seconds: float) -> None:
         """Counts a wait for other processes as a wait for devices."""
         self._monitor.waited_s += seconds
 
@@ -119,7 +119,7 @@ class StepLog:
             self._record_step(number, metrics)
 
     def _record_step(self, number: int, metrics: Metrics) -> None:
-        self._monitor.look(number, metrics)  # waits until the step is done
+        self._monitor.check_step(number, metrics)  # waits until the step is done
         self.callbacks.record(number)
         self.progress.step = number
         self._tokens.append(metrics["tokens"])

@@ -1,7 +1,18 @@
 """A training run from start to end: check, open, restore, train, end.
 
-The loop over steps is `trainer.loop`. All other work of a run is done by callbacks
-(`trainer.callbacks`).
+The calls from the command to the loop over steps, outermost first:
+
+    train.main                    train.py               parses the command
+    library.run                   library.py             lists the callbacks
+    trainer.run                   trainer/trainer.py     raises if a signal came
+    trainer.train                 trainer/trainer.py     checks, opens, restores, ends
+    run_loop.train_to_end         trainer/run_loop.py    makes the loop's log and saver
+    Trainer.train                 trainer/loop.py        handles signals
+    Trainer._train_through_faults trainer/loop.py        rolls back after faults
+    Trainer._train_until_fault    trainer/loop.py        loops over the steps
+
+`library.fit` calls `trainer.train` directly, with the caller's model and data. All other
+work of a run is done by callbacks (`trainer.callbacks`).
 """
 
 import contextlib
@@ -93,7 +104,7 @@ def train(
     preemption.refuse_unjoined()
     all_callbacks = CallbackList(process_callbacks, callbacks)
     sources = initial_weights.chosen_sources(config, weight_sources)
-    opening.refuse_other_version(folder)
+    opening.check_workdir_version(folder)
     if devices is None:
         devices = jax.devices()
     requested = config
@@ -118,7 +129,9 @@ def train(
             opening.open_workdir(this_run, requested, all_callbacks, stack)
             all_callbacks.start(this_run)
             schedule = restore.settle_schedule_and_checkpoint(this_run)
-            dataset = opening.open_dataset(config, folder, inputs.dataset, this_run.say)
+            dataset = opening.open_run_data(
+                config, folder, inputs.dataset, this_run.say
+            )
             built = composition.build_step(
                 devices,
                 max_traces=MAX_TRACES,

@@ -23,7 +23,7 @@ _passed: set[tuple[str, Objective]] = set()
 
 
 def validate(
-    run: RunConfig,
+    config: RunConfig,
     devices: Sequence[jax.Device],
     *,
     with_data: bool = True,
@@ -34,7 +34,7 @@ def validate(
     This adds checks of the devices and of the model's loss to those of `validate_on`.
 
     Args:
-      run: the run's config.
+      config: the run's config.
       devices: devices of the mesh.
       with_data: whether to check `data.*`.
       build: makes the caller's model; default: the config names the model.
@@ -43,21 +43,21 @@ def validate(
       ConfigError: the config is invalid. It lists all faults, each with its fix.
     """
     faults = [
-        *offload.device_faults(run.offload, devices[0]),
-        *precision.device_faults(run.precision, devices[0]),
+        *offload.device_faults(config.offload, devices[0]),
+        *precision.device_faults(config.precision, devices[0]),
     ]
     try:
         composition = validate_on(
-            run,
+            config,
             len(devices),
-            slices_of(run.mesh, devices),
+            slices_of(config.mesh, devices),
             with_data=with_data,
             build=build,
         )
     except ConfigError as error:
         raise ConfigError([*faults, *error.faults]) from None
     faults += product_formats.faults(
-        run, composition.spec, devices[0], partial(compose.batch_shapes, run, 1)
+        config, composition.spec, devices[0], partial(compose.batch_shapes, config, 1)
     )
     if faults:
         raise ConfigError(faults)
@@ -78,15 +78,15 @@ def _check_loss(composition: Composition, *, from_caller: bool) -> None:
     Raises:
       ConfigError: the model cannot be trained in this way.
     """
-    run = composition.config
+    config = composition.config
     stages = composition.shape.sizes["pipeline"]
     options = (
-        run.model.items(),
-        run.batch,
-        run.data,
-        run.optimizer.frozen,
-        run.lora,
-        run.init,
+        config.model.items(),
+        config.batch,
+        config.data,
+        config.optimizer.frozen,
+        config.lora,
+        config.init,
         composition.parts,
         stages,
     )
@@ -95,8 +95,8 @@ def _check_loss(composition: Composition, *, from_caller: bool) -> None:
         return
     faults = check_model(
         composition.spec,
-        compose.batch_shapes(run, run.batch.global_size // composition.parts),
-        accumulation=run.batch.accumulation,
+        compose.batch_shapes(config, config.batch.global_size // composition.parts),
+        accumulation=config.batch.accumulation,
         stages=stages,
     )
     if faults:
@@ -106,7 +106,7 @@ def _check_loss(composition: Composition, *, from_caller: bool) -> None:
 
 
 def validate_on(
-    run: RunConfig,
+    config: RunConfig,
     num_devices: int,
     num_slices: int | None = None,
     *,
@@ -117,7 +117,7 @@ def validate_on(
     """Composes a run on a number of devices and checks that its settings fit together.
 
     Args:
-      run: the run's config.
+      config: the run's config.
       num_devices: number of devices of the mesh.
       num_slices: number of slices of the devices; default: the number in `mesh.dcn`.
       with_data: whether to check `data.*`. False suits callers without a corpus.
@@ -127,28 +127,30 @@ def validate_on(
     Raises:
       ConfigError: the config is invalid. It lists all faults, each with its fix.
     """
-    checked = run
+    checked = config
     if not with_data:
-        checked = compose.with_overrides(run, {"data": DataConfig()})
-    without_spec = model_faults(run)
+        checked = compose.with_overrides(config, {"data": DataConfig()})
+    without_spec = model_faults(config)
     # Both lists may have the same fault of a config group.
     faults = list(
-        dict.fromkeys([*schema.faults(checked), *without_spec, *component_faults(run)])
+        dict.fromkeys(
+            [*schema.faults(checked), *without_spec, *component_faults(config)]
+        )
     )
     shape = None
     try:
         shape = resolve_mesh(
-            run.mesh, num_devices, num_slices or run.mesh.dcn.num_slices
+            config.mesh, num_devices, num_slices or config.mesh.dcn.num_slices
         )
     except ConfigError as error:
         faults += error.faults
     if shape is None or without_spec:
         raise ConfigError(faults)
-    spec = spec or compose.model_spec(run, build)
+    spec = spec or compose.model_spec(config, build)
     if spec.parameter_count >= LARGEST:
         faults.append(f"model: {spec.parameter_count:,} parameters; lower its sizes")
         raise ConfigError(faults)
-    composition = compose.compose(run, shape, spec)
+    composition = compose.compose(config, shape, spec)
     faults += layout_faults(composition)
     if faults:
         raise ConfigError(faults)

@@ -231,7 +231,7 @@ def tupled(value: Any) -> Any:
 # --- resuming -------------------------------------------------------------------------
 
 
-def refuse_other_version(folder: Path, config: RunConfig) -> None:
+def check_run_versions(folder: Path, config: RunConfig) -> None:
     """Checks that no other version of jaxdist has written the workdir or checkpoints.
 
     Raises:
@@ -244,21 +244,24 @@ def refuse_other_version(folder: Path, config: RunConfig) -> None:
         raise ConfigError(str(error)) from error
 
 
-def check_resume_config(folder: Path, run: RunConfig) -> None:
-    """Checks the config of a run that resumes, and writes config.json.
+def check_and_write_config(folder: Path, config: RunConfig) -> None:
+    """Checks that a config fits the run in the workdir, and writes config.json.
+
+    It compares the config with that of the newest checkpoint. A run without checkpoints
+    has nothing to compare.
 
     Args:
       folder: the workdir.
-      run: the run's config.
+      config: the run's config, before it was refitted to the devices.
 
     Raises:
       ConfigError: keys have changed that would alter the losses, with a line for each;
         or the checkpoints belong to another run.
     """
-    checkpoints = checkpoints_folder(folder, run)
+    checkpoints = checkpoints_folder(folder, config)
     old = None
     if (folder / CONFIG).exists():
-        old = read_config(folder, named=run.model["target"], trust_code=None)
+        old = read_config(folder, named=config.model["target"], trust_code=None)
     if has_steps(checkpoints):
         try:
             owner = integrity.identity(
@@ -273,7 +276,7 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
             # No checkpoint here is intact. The restore reports that, or downloads one.
             metadata |= stored_config(old)
         place = folder if checkpoints == folder / CHECKPOINTS else checkpoints
-        check_stored_config(metadata, run, place)
+        check_stored_config(metadata, config, place)
     elif old is not None:
         before = checkpoints_folder(folder, old)
         if has_steps(before):
@@ -281,16 +284,16 @@ def check_resume_config(folder: Path, run: RunConfig) -> None:
                 f"checkpoint.folder: the run in {folder} has its checkpoints in {before}, and {checkpoints} "
                 f"has none; put it back, copy them, or start a new run with another --workdir"
             )
-    write_json(folder / CONFIG, schema.to_config_dict(run).to_dict())
+    write_json(folder / CONFIG, schema.to_config_dict(config).to_dict())
 
 
-def stored_config(run: RunConfig) -> dict[str, Any]:
+def stored_config(config: RunConfig) -> dict[str, Any]:
     """Makes the entry of a checkpoint's metadata that has the run's config."""
-    return {run_metadata.CONFIG: schema.to_config_dict(run).to_dict()}
+    return {run_metadata.CONFIG: schema.to_config_dict(config).to_dict()}
 
 
 def check_stored_config(
-    metadata: Mapping[str, Any], run: RunConfig, place: Path
+    metadata: Mapping[str, Any], config: RunConfig, place: Path
 ) -> None:
     """Checks that a config does not alter the losses of a checkpoint's run.
 
@@ -299,7 +302,7 @@ def check_stored_config(
 
     Args:
       metadata: metadata of the checkpoint; {} if no checkpoint is intact.
-      run: the config to resume with.
+      config: the config to resume with.
       place: the folder that errors name.
 
     Raises:
@@ -317,10 +320,10 @@ def check_stored_config(
     same_warmup: set[int | None] = {None}
     if run_metadata.SCHEDULE in metadata:
         same_warmup.add(run_metadata.schedule_of(metadata).warmup_steps)
-    free_keys = keys_that_may_change(run)
+    free_keys = keys_that_may_change(config)
     faults = []
-    before = _with_new_options(tupled(stored), run)
-    for change in schema.diff(before, schema.to_config_dict(run)):
+    before = _with_new_options(tupled(stored), config)
+    for change in schema.diff(before, schema.to_config_dict(config)):
         if change.path in free_keys:
             continue
         if change.path == "optimizer.warmup_steps" and change.new in same_warmup:
@@ -333,9 +336,9 @@ def check_stored_config(
         raise ConfigError(faults)
 
 
-def _with_new_options(stored: Mapping[str, Any], run: RunConfig) -> dict[str, Any]:
+def _with_new_options(stored: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
     """Flattens a stored config, and adds defaults of the model's missing options."""
-    model = model_defaults(run.model["target"])
+    model = model_defaults(config.model["target"])
     model.pop("target")
     return schema.flatten({"model": model}) | schema.flatten(stored)
 

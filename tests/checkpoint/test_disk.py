@@ -177,16 +177,16 @@ def test_a_start_on_a_full_disk_says_so_and_leaves_nothing(small_disk):
         with pytest.raises(
             ConfigError, match=r"json cannot be written \(No space left.*free the disk"
         ):
-            workdir.check_resume_config(folder, run)
+            workdir.check_and_write_config(folder, run)
         assert names(folder) == []
         full.unlink()
-        workdir.check_resume_config(folder, run)
+        workdir.check_and_write_config(folder, run)
     assert workdir.read_config(folder) == run
     (folder / "config.json").write_text('{"seed": ')
     with pytest.raises(
         ConfigError, match="config.json is damaged .* put it back, or delete it"
     ):
-        workdir.check_resume_config(folder, run)
+        workdir.check_and_write_config(folder, run)
 
 
 def test_metrics_and_events_wait_for_room(small_disk, capsys):

@@ -318,7 +318,7 @@ def test_a_resumed_run_with_another_model_says_so(code, tmp_path):
         ConfigError,
         match=r"run has model.target='.*' \(here: 'jaxdist.models.transformer",
     ):
-        workdir.check_resume_config(
+        workdir.check_and_write_config(
             run, run_config.from_config(run_config.default_config())
         )
     assert not executed(file)

@@ -99,7 +99,7 @@ def first_state(config: RunConfig, folder: Path) -> dict[str, np.ndarray]:
     composition = validation.validate(config, devices)
     built = composition.build_step(devices)
     sources = initial_weights.chosen_sources(config)
-    first = initial_weights.first_state(config, built, folder, sources)
+    first = initial_weights.init_from_sources(config, built, folder, sources)
     state = built.views.flat(first)
     for array, where in zip(
         jax.tree.leaves(state), jax.tree.leaves(built.views.abstract), strict=True

@@ -231,7 +231,7 @@ def monitor(**config):
 
 
 def look(made, number, loss, skipped=0):
-    made.look(number, {"loss": jnp.float32(loss), "skipped": jnp.int32(skipped)})
+    made.check_step(number, {"loss": jnp.float32(loss), "skipped": jnp.int32(skipped)})
 
 
 def test_spikes_are_seen_and_noise_and_progress_are_not():
