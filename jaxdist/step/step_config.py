@@ -20,7 +20,7 @@ class StepConfig:
     """The settings of a step, apart from the model, the optimizer and the mesh."""
 
     seed: int = 0
-    # parts of a batch that are computed one after another
+    # number of accumulation parts of a batch, which run one after another
     accumulation: int = 1
     compute: str = "float32"  # dtype of matrix products and activations
     params: str = "float32"  # dtype in which parameters are stored
@@ -40,7 +40,7 @@ class StepConfig:
 
     @property
     def parts(self) -> int:
-        """Returns the number of parts that a step's batch is cut into."""
+        """Returns the product accumulation x microbatches of a step's batch."""
         return self.accumulation * (self.staging.microbatches if self.staging else 1)
 
 

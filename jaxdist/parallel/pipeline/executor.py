@@ -135,7 +135,7 @@ class _Ticks(Stage):
     @property
     def edges_last(self) -> bool:
         """Whether each stage has the whole edges, and only the end stages count."""
-        return self.cut.config.edges == "last"
+        return self.staging.config.edges == "last"
 
     def start(self) -> Carry:
         """Creates the carry before the first tick."""
@@ -156,7 +156,7 @@ class _Ticks(Stage):
 
         inputs = self.program.num_inputs
         gradients = self.program.num_gradients
-        kept = self.cut.kept_inputs
+        kept = self.staging.kept_inputs
         return Carry(
             inputs=slots(inputs),
             layers=slots(inputs, kept - 1) if self.keeps_layers else jnp.zeros(()),
@@ -166,7 +166,7 @@ class _Ticks(Stage):
             loss=jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), loss),
             block_aux=jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), y.aux),
             block_stats=jax.tree.map(
-                lambda s: jnp.zeros((self.cut.config.chunks, *s.shape)), y.stats
+                lambda s: jnp.zeros((self.staging.config.chunks, *s.shape)), y.stats
             ),
         )
 
@@ -255,7 +255,7 @@ class _Ticks(Stage):
         that of the last stage counts. The tick would take as long if the other stages
         waited.
         """
-        is_last = self.index == self.cut.stages - 1
+        is_last = self.index == self.staging.stages - 1
         if not self.edges_last:
             y = self.residual(
                 execution.sum_over(jnp.where(is_last, y, jnp.zeros_like(y)), AXIS)
@@ -358,7 +358,7 @@ class _Ticks(Stage):
 
     def _hop(self, x: jax.Array, by: int) -> jax.Array:
         """Sends x to the stage that is `by` places further on the ring."""
-        stages = self.cut.stages
+        stages = self.staging.stages
         ring = [(stage, (stage + by) % stages) for stage in range(stages)]
         return self.residual(jax.lax.ppermute(x, AXIS, ring))
 
@@ -412,7 +412,7 @@ class _Ticks(Stage):
         """
         # [v, p, L, ...]
         gathered = jnp.moveaxis(jax.lax.all_gather(stats, AXIS), 0, 1)
-        return gathered.reshape(-1, *stats.shape[2:])[: self.cut.num_layers]
+        return gathered.reshape(-1, *stats.shape[2:])[: self.staging.num_layers]
 
 
 def _sum_over_stages(tree: Value) -> Value:

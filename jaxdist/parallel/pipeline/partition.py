@@ -163,13 +163,13 @@ class Staging:
         """Splits the flat blocks of a tree by stage."""
         padding = math.prod(self.dims) - self.num_layers
 
-        def cut(x: jax.Array) -> jax.Array:
+        def split(x: jax.Array) -> jax.Array:
             padded = x
             if padding:
                 padded = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
             return padded.reshape(*self.dims, *x.shape[1:])
 
-        return _map_blocks(cut, tree, lambda dims: dims[:1] == (self.num_layers,))
+        return _map_blocks(split, tree, lambda dims: dims[:1] == (self.num_layers,))
 
     def flat(self, tree: Tree) -> Tree:
         """Joins the blocks of a tree by stage to flat blocks, and drops padding."""
@@ -186,7 +186,9 @@ class Staging:
           spec: with flat blocks.
         """
         trees = ("trainable", "frozen", "model_state")
-        cut = {tree: jax.eval_shape(self.staged, getattr(spec, tree)) for tree in trees}
+        staged = {
+            tree: jax.eval_shape(self.staged, getattr(spec, tree)) for tree in trees
+        }
         names, frozen_names = map(_with_stack, (spec.names, spec.frozen_names))
         modules = {
             name: self.for_model(module).staged_spec(module)
@@ -194,7 +196,7 @@ class Staging:
         }
         return dataclasses.replace(
             spec,
-            **cut,
+            **staged,
             names=names,
             frozen_names=frozen_names,
             stack=NAMES,

@@ -39,7 +39,7 @@ Number = jax.Array | int
 class Pipeline(NamedTuple):
     """A pipelined computation: layers on stages, schedule, model and loss."""
 
-    cut: Staging  # the layers of each stage
+    staging: Staging  # the layers of each stage
     program: Program  # the compiled schedule
     # builds the model from its arrays; blocks are those of one chunk
     assemble: Callable[[StageParams], Any]
@@ -71,7 +71,7 @@ class Stage:
         backward: bool,
         scale: jax.Array | None = None,
     ) -> None:
-        self.cut, self.program, self.assemble, self.score = pipeline
+        self.staging, self.program, self.assemble, self.score = pipeline
         self.names = names
         self.batch = batch
         self.key = key
@@ -79,12 +79,12 @@ class Stage:
         self.scale = scale
         self.blocks = params.blocks
         self.edges = params.edges
-        if self.cut.config.gather_once:
+        if self.staging.config.gather_once:
             self.blocks = jax.tree.map(gathered, self.blocks, names.blocks)
         self.index = jax.lax.axis_index(AXIS)
         # The forward pass keeps the inputs of all layers, and the backward pass
         # recomputes layer by layer.
-        self.keeps_layers = self.cut.remat == "layers" and backward
+        self.keeps_layers = self.staging.remat == "layers" and backward
 
     def model(self, edges: StageParams, blocks: StageParams | None = None) -> Any:
         """Assembles the model from arrays.
@@ -120,7 +120,7 @@ class Stage:
 
         Only the inputs of `first_blocks` are kept if B recomputes layer by layer.
         """
-        policy = "full" if self.cut.remat == "layers" else self.cut.remat
+        policy = "full" if self.staging.remat == "layers" else self.staging.remat
 
         def transform(block: Block) -> Block:
             return rematerialised(block, policy)
@@ -155,7 +155,7 @@ class Stage:
           `BlockInfo.fields`, and the global number of the layer.
         """
         model = self.model(self.edges)
-        block = (chunk * self.cut.stages + self.index) * self.cut.dims[2]
+        block = (chunk * self.staging.stages + self.index) * self.staging.dims[2]
         first = layers_before(model) + block * len(layers_of(model.blocks))
         return shared_fields(model, self.microbatch(number)), first
 
@@ -178,14 +178,16 @@ class Stage:
           first: global number of the first layer.
         """
         model = self.model(self.edges, blocks)
-        end = layers_before(model) + self.cut.num_layers * len(layers_of(model.blocks))
-        has_padding = self.cut.num_layers < math.prod(self.cut.dims)
+        end = layers_before(model) + self.staging.num_layers * len(
+            layers_of(model.blocks)
+        )
+        has_padding = self.staging.num_layers < math.prod(self.staging.dims)
 
         def transform(block: Block) -> Block:
-            if self.cut.grouped:
-                block = rematerialised(block, self.cut.recompute.policy)
-            elif self.cut.remat != "layers":
-                block = rematerialised(block, self.cut.remat)
+            if self.staging.grouped:
+                block = rematerialised(block, self.staging.recompute.policy)
+            elif self.staging.remat != "layers":
+                block = rematerialised(block, self.staging.remat)
             return partial(masked, block) if has_padding else block
 
         def masked(
@@ -217,14 +219,14 @@ class Stage:
         ) -> tuple[jax.Array, Any]:
             blocks, pattern = self.unit(parameters, kind)
             y, aux, stats = self.layers(blocks, pattern, x, fields, layer)
-            if not self.cut.grouped:
+            if not self.staging.grouped:
                 stats = {name: sums[0] for name, sums in stats.items()}
             return y, (x, aux, stats)
 
         y, (inputs, aux, stats) = scan_layers(
             apply_item, x, items, kinds, first=first, stride=stride
         )
-        if self.cut.grouped:
+        if self.staging.grouped:
             stats = jax.tree.map(lambda sums: sums.reshape(-1, *sums.shape[2:]), stats)
         aux = jax.tree.map(lambda terms: terms.sum(0), aux)
         return BlockOutput(y, aux, stats), inputs[1:]
@@ -237,17 +239,17 @@ class Stage:
           in an item.
         """
         stack = self.model(self.edges, blocks).blocks
-        if not self.cut.grouped:
+        if not self.staging.grouped:
             return blocks, pattern_of(stack), len(layers_of(stack))
-        count = self.cut.kept_inputs
+        count = self.staging.kept_inputs
         groups = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), blocks)
-        return groups, ("",), self.cut.recompute.every
+        return groups, ("",), self.staging.recompute.every
 
     def unit(
         self, parameters: StageParams, kind: str
     ) -> tuple[StageParams, tuple[str, ...]]:
         """Returns an item of `groups` as a stack of blocks, and its kinds of layers."""
-        if self.cut.grouped:
+        if self.staging.grouped:
             return parameters, ()
         return jax.tree.map(lambda x: x[None], parameters), (kind,)
 
@@ -327,7 +329,7 @@ class Stage:
             stride=stride,
             reverse=True,
         )
-        if self.cut.grouped:
+        if self.staging.grouped:
             dblocks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), dblocks)
         return dblocks, dx
 
