@@ -28,7 +28,7 @@ class ModelSpec:
 
     build: Callable[[nnx.Rngs], nnx.Module]
     graph: nnx.GraphDef[Any]
-    trainable: Tree  # of ShapeDtypeStruct
+    trainable: Tree  # tree of ShapeDtypeStructs
     model_state: Tree
     # tuples of logical names, like `trainable`; stack dims are named only in `stack`
     names: Tree
@@ -110,7 +110,7 @@ class ModelSpec:
         """Returns the spec of this model as the policy of an objective.
 
         Args:
-          objective: what the model is trained for.
+          objective: the objective that the model is trained for.
           modules: specs of the frozen modules, by the objective's names.
 
         Raises:

@@ -31,7 +31,7 @@ class StepConfig:
     remat: RematConfig | str = "dots"  # rematerialization, or the name of its policy
     loss_scale: DynamicLossScale | None = None  # None = gradients are not scaled
     ema_decay: float = 0.0  # decay of the moving average of parameters; 0 = no average
-    # memory kind in which the optimizer's state waits; None = that of the devices
+    # memory kind in which the optimizer's state waits; None = the memory of the devices
     moments_in: str | None = None
     # a pipeline's partition of the layers; None = no pipeline
     staging: Staging | None = None

@@ -43,7 +43,7 @@ class PipelineConfig:
     remat: str = "layers"
 
     def microbatches_for(self, stages: int) -> int:
-        """Computes the microbatches of an accumulation step; 1 without a pipeline."""
+        """Computes the microbatches of an accumulation part; 1 without a pipeline."""
         if stages == 1:
             return 1
         return self.microbatches or 4 * stages
@@ -63,7 +63,7 @@ class Staging:
 
     @property
     def microbatches(self) -> int:
-        """The number of microbatches of an accumulation step."""
+        """The number of microbatches of an accumulation part."""
         return self.config.microbatches_for(self.stages)
 
     @property
@@ -183,7 +183,7 @@ class Staging:
         """Returns the spec of a model, and of its frozen modules, with blocks by stage.
 
         Args:
-          spec: with flat blocks.
+          spec: the model with flat blocks.
         """
         trees = ("trainable", "frozen", "model_state")
         staged = {
@@ -207,7 +207,7 @@ class Staging:
         """Returns the split of another model by the same pipeline.
 
         Args:
-          spec: of the other model, with flat blocks.
+          spec: the other model with flat blocks.
         """
         return dataclasses.replace(
             self,
@@ -237,7 +237,7 @@ def _map_blocks(
     """Applies a function to the leaves of blocks.
 
     Args:
-      function: of a leaf.
+      function: converts a leaf.
       tree: parameters, or state whose paths contain theirs.
       fits: selects leaves by their shape.
     """

@@ -1,6 +1,7 @@
 """A stage's part of the model: edges, the layers of a chunk, and their gradients.
 
-Letters: p stages, v chunks, L layers of a chunk (padded), m microbatches.
+Letters: p stages, v chunks of a stage, L blocks of a chunk (padded), m microbatches, B
+rows of a microbatch, S sequence length, D width of the model.
 """
 
 import math
@@ -52,10 +53,10 @@ class Stage:
 
     Args:
       pipeline: the pipelined computation.
-      params: this stage's part of the arrays; blocks [v, 1, L, ...].
+      params: this stage's shard of the arrays; blocks [v, 1, L, ...].
       names: logical names, like params.
       batch: fields [m, B, ...].
-      key: of the step; None: deterministic.
+      key: random key of the step; None: the model is deterministic.
       backward: whether gradients are computed.
       scale: factor of the loss where its gradient starts; None: 1.
     """
@@ -91,7 +92,7 @@ class Stage:
 
         Args:
           edges: arrays outside the blocks.
-          blocks: of one chunk, [L, ...]; None: of the first chunk.
+          blocks: blocks of one chunk, [L, ...]; None: those of the first chunk.
         """
         return self.assemble(edges.with_blocks(blocks or self.chunk(0)))
 
@@ -138,9 +139,9 @@ class Stage:
         """Applies a chunk to x; layers of padding pass x on.
 
         Args:
-          blocks: of the chunk, [L, ...].
+          blocks: blocks of the chunk, [L, ...].
           x: input of the chunk.
-          number: of the microbatch.
+          number: number of the microbatch.
           chunk: number of the chunk.
         """
         fields, first = self.place(number, chunk)
@@ -170,7 +171,7 @@ class Stage:
         """Applies consecutive layers to x.
 
         Args:
-          blocks: of these layers, [layers, ...].
+          blocks: blocks of these layers, [layers, ...].
           pattern: kinds of these layers; (): from the start of the model's pattern, as a
             chunk has them.
           x: input of the first layer.
@@ -264,10 +265,10 @@ class Stage:
         """Computes the gradients of a chunk; recomputes its forward pass from x.
 
         Args:
-          blocks: of the chunk, [L, ...].
+          blocks: blocks of the chunk, [L, ...].
           x: input of the chunk.
-          dy: gradient of its output.
-          number: of the microbatch.
+          dy: gradient of the chunk's output.
+          number: number of the microbatch.
           chunk: number of the chunk.
 
         Returns:
@@ -295,10 +296,10 @@ class Stage:
         The layers' outputs are not needed again, so XLA drops their last matmuls.
 
         Args:
-          blocks: of the chunk, [L, ...].
-          inputs: of its layers, or groups of layers.
-          dy: gradient of its output.
-          number: of the microbatch.
+          blocks: blocks of the chunk, [L, ...].
+          inputs: inputs of the chunk's layers, or groups of layers, [L, B, S, D].
+          dy: gradient of the chunk's output.
+          number: number of the microbatch.
           chunk: number of the chunk.
         """
         fields, first = self.place(number, chunk)
@@ -312,8 +313,8 @@ class Stage:
             def apply(
                 trained: Tree, x: jax.Array
             ) -> tuple[jax.Array, dict[str, jax.Array]]:
-                part = parameters._replace(trained=trained)
-                blocks, pattern = self.unit(part, kind)
+                item = parameters._replace(trained=trained)
+                blocks, pattern = self.unit(item, kind)
                 output = self.layers(blocks, pattern, x, fields, layer)
                 return output.x, output.aux
 
