@@ -227,17 +227,18 @@ class Recompute:
     group: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run
     every: int = 1  # number of layers in a group
     last: int = 0  # number of final layers that `layer` applies to; 0: all
-    # wraps the function of layers before the `last` ones, and of `first_blocks`
+    # wraps the function of layers before the `last` ones, and of `first_blocks`; unused
+    # if `last` is 0
     others: Transform = unchanged
 
     @classmethod
     def of(cls, transform: "Transform | Recompute") -> "Recompute":
-        """Makes a `Recompute` from a transform of all layers."""
+        """Makes a `Recompute` from a wrapper of all layers; keeps a `Recompute`."""
         return transform if isinstance(transform, Recompute) else cls(transform)
 
     @property
     def before(self) -> Transform:
-        """The transform of layers that come before the stack."""
+        """The wrapper of layers that come before the stack, `first_blocks`."""
         return self.others if self.last else self.layer
 
 
@@ -255,7 +256,7 @@ def run_blocks(
 
     Args:
       blocks: the stack.
-      x: [B, S, D].
+      x: input of the first block, [B, S, D].
       key: random key of the step; None: the model is deterministic.
       fields: `BlockInfo.fields` of all blocks.
       transform: wraps the function (parameters of a layer, x, info) -> BlockOutput, for

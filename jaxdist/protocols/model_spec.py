@@ -63,9 +63,9 @@ class ModelSpec:
         """Assembles the model from its arrays.
 
         Args:
-          trainable: like `self.trainable`.
-          model_state: like `self.model_state`.
-          frozen: like `self.frozen`.
+          trainable: arrays in the structure of `self.trainable`.
+          model_state: arrays in the structure of `self.model_state`.
+          frozen: arrays in the structure of `self.frozen`.
           key: seed of the model's random streams. With a key the model is in training
             mode. With None it is in evaluation mode, and the seed is a constant.
         """

@@ -1,8 +1,9 @@
 """The dims of a batch's fields, and how a step splits its rows.
 
-A step splits its batch into A accumulation parts (batch.accumulation), which run one
-after another and are also called accumulation steps. A pipeline splits each accumulation part into M microbatches. Both use
-`split`: row r is in accumulation part r % A, and in its microbatch (r // A) % M.
+A step splits its batch into A accumulation parts (batch.accumulation), also called
+accumulation steps, which run one after another. A pipeline splits each accumulation
+part into M microbatches. Both use `split`: row r is in accumulation part r % A, and in
+its microbatch (r // A) % M.
 
 Example: 16 rows over 2 batch shards, A = 2, M = 2. The loader places the rows 0 to 7
 on shard 0, and the rows 8 to 15 on shard 1. No row moves after that:

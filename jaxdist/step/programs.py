@@ -63,7 +63,8 @@ def build_step_with_gradients(
         spec, staging, compute=config.compute, accumulation=accumulation
     )
     setting = config.reduce_over_replicas
-    chosen = reduction.choose(spec, rules, setting, parts=config.parts)
+    parts = config.total_microbatches
+    chosen = reduction.choose(spec, rules, setting, parts=parts)
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
         faults = model_checks.check_model(
@@ -79,7 +80,7 @@ def build_step_with_gradients(
             recipe=config.recipe,
         ):
             key = jax.random.fold_in(key_of(config.seed, STEPS), state.step)
-            once = reduction.axes_for(chosen, batch, rules, setting, config.parts)
+            once = reduction.axes_for(chosen, batch, rules, setting, parts)
             loss_scale = state.opt_state.loss_scale
             scale = None if loss_scale is None else factor(loss_scale, batch)
             parameters = (state.trainable, state.frozen)

@@ -39,7 +39,7 @@ class StepConfig:
     max_traces: int | None = None
 
     @property
-    def parts(self) -> int:
+    def total_microbatches(self) -> int:
         """Returns the product accumulation x microbatches of a step's batch."""
         return self.accumulation * (self.staging.microbatches if self.staging else 1)
 

@@ -263,7 +263,7 @@ class _Ticks(Stage):
         return carry, y
 
     def _score(self, carry: Carry, y: jax.Array, row: Row, at: Tick) -> Carry:
-        """H: all stages score the last stage's output on their part of the vocabulary.
+        """H: all stages score the last stage's output on their share of the vocabulary.
 
         With `edges_last` each stage scores its output on the whole vocabulary, and only
         that of the last stage counts. The tick would take as long if the other stages
@@ -322,7 +322,7 @@ class _Ticks(Stage):
         )
 
     def _embed_backward(self, carry: Carry, at: Tick) -> Carry:
-        """EB: all stages add the first stage's dx to their part of the table."""
+        """EB: all stages add the first stage's dx to their share of the table."""
         is_wanted = (self.index == 0) & (at.eb_mb >= 0)
         dx = jnp.where(is_wanted, carry.dx, jnp.zeros_like(carry.dx))
         if not self.edges_last:
@@ -478,9 +478,9 @@ def _cond_unless(
 
     Args:
       always: run the function without a predicate.
-      predicate: the same on all stages.
+      predicate: condition of the op, the same on all stages.
       function: runs an op.
-      carry: its argument.
+      carry: argument of the function.
     """
     if always:
         return function(carry)

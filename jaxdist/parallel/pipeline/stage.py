@@ -1,4 +1,4 @@
-"""A stage's part of the model: edges, the layers of a chunk, and their gradients.
+"""A stage's share of the model: edges, the layers of a chunk, and their gradients.
 
 Letters: p stages, v chunks of a stage, L blocks of a chunk (padded), m microbatches, B
 rows of a microbatch, S sequence length, D width of the model.

@@ -118,7 +118,7 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     """Compiles a schedule into rows, slots and runs.
 
     Args:
-      schedule: its table is checked.
+      schedule: the schedule, whose table is checked.
       max_runs: runs are split wherever the set of ops changes, if that gives at most
         this number. Otherwise they are split by forward and backward only, because
         each run is a loop body to compile.

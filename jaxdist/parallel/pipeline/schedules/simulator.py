@@ -58,7 +58,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """Simulates a schedule.
 
     Args:
-      schedule: its table is checked.
+      schedule: the schedule, whose table is checked.
       costs: None: forward 1, backward 2.
 
     Raises:
@@ -136,7 +136,7 @@ def draw_svg(
     paler, and idle time grey.
 
     Args:
-      schedule: its table is checked.
+      schedule: the schedule, whose table is checked.
       costs: see `simulate`.
       width: width of the drawing in pixels.
 
