@@ -926,10 +926,10 @@ jax.local_device_count()
     Fault(
         name="count_of_the_last_part_alone",
         room="step",
-        function="_sum_parts.add",
-        old="return jax.tree.map(jnp.add, total, part_sums(part)), None",
+        function="_sum_accumulation_parts.add",
+        old="return jax.tree.map(jnp.add, total, sums_of(accumulation_part)), None",
         new="""
-sums = part_sums(part)
+sums = sums_of(accumulation_part)
 total = jax.tree.map(jnp.add, total, sums)
 return total._replace(loss=total.loss._replace(count=sums.loss.count)), None
 """,
@@ -965,8 +965,8 @@ return total._replace(loss=total.loss._replace(count=sums.loss.count)), None
         name="clip_by_the_sum",
         room="step",
         function="UpdateRule._apply",
-        old="norm = total / count",
-        new="norm = total",
+        old="norm = norm_of_sum / count",
+        new="norm = norm_of_sum",
         tests=(
             "step/test_train_step.py::test_the_reference_drops_clips_and_has_unequal_parts",
         ),
@@ -996,7 +996,7 @@ return total._replace(loss=total.loss._replace(count=sums.loss.count)), None
     Fault(
         name="keys_do_not_follow_the_step",
         room="step",
-        function="build_inspect.inspect",
+        function="build_step_with_gradients.inspect",
         old="jax.random.fold_in(key_of(config.seed, STEPS), state.step)",
         new="key_of(config.seed, STEPS)",
         tests=("step/test_train_step.py::test_what_is_dropped_follows_the_step",),

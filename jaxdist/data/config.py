@@ -104,7 +104,7 @@ class DataConfig:
 
     @property
     def cut(self) -> str:
-        """The way documents become samples, as a part of the data's fingerprint."""
+        """The way documents are cut into rows, for the data's fingerprint."""
         is_usual = self.truncates == (self.format == "chat")
         return self.packing if is_usual else f"{self.packing} {self.long_documents}"
 

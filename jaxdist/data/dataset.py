@@ -44,7 +44,11 @@ class SourceError(RuntimeError):
 
 
 class Samples(Protocol):
-    """Rows of a batch, by number."""
+    """All rows of one side of a source, by number.
+
+    A row is what one row of a batch holds: a window, packed pieces, or a sample of
+    arrays.
+    """
 
     num_rows: int
     num_targets: int  # number of predictions in all rows
@@ -55,18 +59,18 @@ class Samples(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class DatasetSplit:
-    """Training or held-out part of one source, cut into samples."""
+    """One side of a source, cut into rows: its training data or its held-out data."""
 
     name: str
     samples: Samples
-    num_tokens: int  # number of tokens; of samples, if the source has arrays
+    num_tokens: int  # number of tokens; number of samples if the source has arrays
     num_bytes: float | None = None  # UTF-8 bytes of the text; None = unknown
     scanned: bool = True  # whether all token ids are known to be in the vocabulary
     pads: bool = True  # whether rows past the end are empty rows with weight 0
 
 
 class Dataset:
-    """Training and held-out samples of one source or of a mixture.
+    """Training rows and held-out rows of one source or of a mixture.
 
     `open_dataset` makes it.
     """
@@ -81,10 +85,10 @@ class Dataset:
         seed: int,
         fingerprint: str,
     ) -> None:
-        """Puts the samples of all sources in one order.
+        """Puts the rows of all sources in one order.
 
         Args:
-          sides: the training part and the held-out part of each source.
+          sides: the training side and the held-out side of each source.
           weights: shares of the sources in the training batches, of any sum.
           tokenizer: tokenizer of the tokens; None if the source had tokens.
           vocab_size: vocabulary size of the model. None skips the check of ids.
@@ -110,11 +114,11 @@ class Dataset:
         self._vocab_size = vocab_size
         self._ids_are_checked = all(side.scanned for side in (*train, *held_out))
         self._pads = all(side.pads for side in held_out)
-        # samples in one epoch of each source
+        # rows of one epoch, summed over the sources
         self.num_train_samples = int(self._sizes.sum())
         self.num_train_tokens = sum(side.num_tokens for side in train)
         self.num_validation_tokens = sum(side.samples.num_targets for side in held_out)
-        # counts of sliding windows; None if held-out samples are no such windows
+        # counts of sliding windows; None if held-out rows have none
         self.validation_windows = sliding.total(self._samples["validation"])
         # Held-out rows have consecutive numbers over all sources.
         self._ends = np.cumsum([side.samples.num_rows for side in held_out])
@@ -126,7 +130,7 @@ class Dataset:
 
         Args:
           step: updates finished before this batch, from 0.
-          global_size: sequences per step, G.
+          global_size: rows per step, G.
           rows: rows to read out of G, as a slice or [B] integers. The default is all.
 
         Returns:
@@ -142,30 +146,33 @@ class Dataset:
     def reader_state(self, step: int) -> Any:
         """Returns the JSON state from which a reader continues at `step`.
 
-        It is None because the step alone determines the batch.
+        Only iterators have one. Here it is None: the step alone determines the batch.
         """
         return None
 
     def go_to(self, step: int, state: Any) -> str:
-        """Makes `step` the next one to read.
+        """Makes `step` the next one to read. Only iterators of a user need this call.
+
+        This dataset does nothing, because it reads each batch by the number of its step.
+        The dataset of an iterator (`user_batches`) overrides this method.
 
         Args:
           step: the next step.
           state: result of `reader_state`, or None if it is unknown.
 
         Returns:
-          A line to print; "" if there is none.
+          A line to print; "" if there is none, as here.
         """
         return ""
 
     def num_validation_batches(self, global_size: int) -> int:
-        """Counts the batches of `global_size` rows that hold all held-out samples.
+        """Counts the batches of `global_size` rows that hold all held-out rows.
 
-        Samples of arrays have no weights, so no empty rows can fill their last batch.
+        Rows of arrays have no weights, so no empty rows can fill their last batch.
         Only whole batches of them count.
 
         Raises:
-          ConfigError: there are no held-out samples, or fewer than a whole batch.
+          ConfigError: there are no held-out rows, or fewer than a whole batch.
         """
         rows = int(self._ends[-1])
         count = rows // global_size
@@ -197,11 +204,11 @@ class Dataset:
         )
 
     def read(self, split: str, indices: np.ndarray) -> Batch:
-        """Reads samples [B] of a split; see `train_batch` for the entries.
+        """Reads rows [B] of a split; see `train_batch` for the entries.
 
         Args:
           split: "train" or "validation".
-          indices: numbers of samples, [B], from 0. For "validation", an index past the
+          indices: numbers of rows in the split's order, [B], from 0. For "validation", an index past the
             end gives an empty row with weights 0.
         """
         indices = np.asarray(indices, np.int64)
@@ -248,7 +255,7 @@ class Dataset:
 
         Args:
           step: updates finished before the batch.
-          global_size: sequences per step, G.
+          global_size: rows per step, G.
           chunks: number of equal parts of a row that are counted separately.
 
         Returns:
@@ -268,12 +275,12 @@ class Dataset:
         return work
 
     def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the source and its row of training samples, both [B]."""
+        """Finds the source of training rows, and the row in it, both [B]."""
         source, running = self._mixture.locate(indices)
         return source, permute(running, self._sizes[source], self._keys[source])
 
     def _locate_held_out(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Finds the source and its row of held-out samples, both [B]."""
+        """Finds the source of held-out rows, and the row in it, both [B]."""
         last = len(self._ends) - 1
         source = np.minimum(np.searchsorted(self._ends, indices, "right"), last)
         starts = np.concatenate([[0], self._ends[:-1]])

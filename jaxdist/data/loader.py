@@ -1,7 +1,7 @@
 """Loader of batches onto devices, with a thread that reads ahead.
 
-Every process reads only the rows that its devices hold. Shapes: G global batch, S
-sequence length.
+Every process reads only the rows that its devices hold. Shapes: G rows of the global
+batch, S sequence length.
 """
 
 import sys
@@ -34,7 +34,7 @@ class Placer:
         """Finds the rows of this process.
 
         Args:
-          shardings: {name of an entry: its sharding}. Dim 0 is the sample.
+          shardings: {name of an entry: its sharding}. Dim 0 is the row.
           global_size: rows of a global batch, G.
         """
         self._shardings = shardings
@@ -78,8 +78,10 @@ class Placer:
 
 def _local_rows(sharding: Sharding, global_size: int) -> np.ndarray:
     """Lists the rows of [G, ...] that devices of this process hold, ascending."""
-    # The sharding may split dim 1, too, over any number of devices. The device count is
-    # a size that all of these divide.
+    # A sharding only says which rows a device holds for a given shape. Dim 1 may be
+    # split, too (the sequence), and its size must be divisible by the number of shards.
+    # The real size is unknown here and does not affect the rows. The number of devices
+    # is divisible by each possible number of shards, so it stands for the real size.
     shape = (global_size, len(sharding.device_set))
     held = np.zeros(global_size, bool)
     for index in sharding.addressable_devices_indices_map(shape).values():
@@ -110,7 +112,7 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
 
         Args:
           source: dataset to read.
-          global_size: sequences per batch, G.
+          global_size: rows per batch, G.
           shardings: {name of an entry: its sharding}.
           split: "train" or "validation".
           start: first step (updates finished before it), or first held-out batch.

@@ -1,4 +1,4 @@
-"""Opening of a dataset: from the settings `data.*` to samples."""
+"""Opening of a dataset: from the settings `data.*` to rows."""
 
 import dataclasses
 from functools import partial
@@ -42,7 +42,7 @@ def open_dataset(
       sequence_length: S.
       vocab_size: vocabulary size of the model. Token ids must be below it; None skips
         the check.
-      seed: seed of the order of samples.
+      seed: seed of the order of rows.
       folder: workdir of a run, which keeps its tokenizer.json: it is read if present,
         or else written. None writes nothing outside data.cache_dir.
       log: receives a line per event, and every few seconds of work.

@@ -1,4 +1,4 @@
-"""Samples of documents: rows of S predictions, as windows of a stream or packed.
+"""Rows of S predictions, which are windows of a stream, or packed documents.
 
 Shapes: B rows to read, S sequence length, P pieces.
 
@@ -6,8 +6,12 @@ Both classes have `num_rows`, `num_targets` (predictions of all rows) and `read(
 Batch`. A batch holds tokens, targets, positions int32 and weights float32, all [B, S],
 of rows [B] in any order. A row number past the end gives an empty row, with weights 0.
 
-Every token is a target of exactly one row, except the first token of a stream or of a
-document.
+A token is a target of at most one row. These tokens are the target of none:
+- the first token of a stream (window), or of each document (documents)
+- the tokens of a training stream's last window if it is not full
+- the tokens of a document after its first S + 1, if `DataConfig.truncates`
+- the tokens after the first data.validation_tokens held-out targets
+- the tokens of a piece in which nothing is learned
 """
 
 import functools
@@ -34,6 +38,8 @@ _VERSION = 3
 class Windows:
     """Contiguous windows of the concatenated documents (data.packing=window).
 
+    They have nothing to do with `sliding`, whose windows overlap inside a document.
+
     Window w predicts the tokens w S + 1 to w S + S of the stream from the tokens before
     them. Adjacent windows therefore share one token. Documents follow each other
     without padding, and attention crosses their borders.
@@ -47,7 +53,7 @@ class Windows:
         limit: int = 0,
         partial: bool,
     ) -> None:
-        """Cuts documents into windows.
+        """Cuts the stream of documents into windows.
 
         Args:
           store: tokenized documents.

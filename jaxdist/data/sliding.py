@@ -1,4 +1,7 @@
-"""Sliding windows: exact scores of documents longer than a sequence.
+"""Sliding windows: exact scores of documents longer than a row.
+
+They overlap inside one document. The windows of `packing.Windows` follow each other in
+the stream of all documents.
 
 Windows move by a stride. Window k of a document reads its tokens k N .. k N + S - 1,
 and predicts the token after each. All predictions of the first window count. In each
@@ -101,9 +104,9 @@ class SlidingWindows(PackedDocuments):
         return batch
 
 
-def total(samples: Iterable[Any]) -> SlidingCounts | None:
-    """Adds up the counts of sliding windows; None if no part has any."""
-    counts = [part.counts for part in samples if isinstance(part, SlidingWindows)]
+def total(sources: Iterable[Any]) -> SlidingCounts | None:
+    """Adds up the counts of sliding windows; None if no source has any."""
+    counts = [rows.counts for rows in sources if isinstance(rows, SlidingWindows)]
     if not counts:
         return None
     return SlidingCounts(*map(sum, zip(*counts, strict=True)))

@@ -1,4 +1,10 @@
-"""Training and held-out parts of a source, cut into samples.
+"""Training side and held-out side of a source, cut into rows.
+
+Words of this folder:
+  split: the name of a side of the whole dataset, "train" or "validation"
+  side: the training data or the held-out data of one source, a `DatasetSplit`
+  to split: to choose the side of each document, or of each sample of arrays
+  to cut: to make rows of S predictions out of a side's documents
 
 The id of a document alone decides whether it is held out. The number of a sample of
 arrays alone decides whether that sample is. The seed of a run has no effect.
@@ -21,14 +27,14 @@ from jaxdist.data.token_cache import Log
 from jaxdist.data.token_files import TokenStore
 from jaxdist.storage.digest import digest
 
-Sides = tuple[DatasetSplit, DatasetSplit]  # training part, held-out part
+Sides = tuple[DatasetSplit, DatasetSplit]  # training side, held-out side
 
 
 # --- Samples of arrays ----------------------------------------------------------------
 
 
 def sample_sides(name: str, train: SampleRows, held_out: SampleRows) -> Sides:
-    """Makes the parts of a source of arrays. Each sample counts as one token."""
+    """Makes the sides of a source of arrays. Each sample counts as one token."""
     return (
         DatasetSplit(name, train, train.num_rows, pads=False),
         DatasetSplit(name, held_out, held_out.num_rows, pads=False),
@@ -39,7 +45,7 @@ def split_samples(source: SampleSource, config: DataConfig) -> tuple[Sides, str]
     """Reads the samples of a source of arrays, and splits them.
 
     Returns:
-      The parts, and a fingerprint of the contents and the split.
+      The sides, and a fingerprint of the contents and of how they are split.
 
     Raises:
       ConfigError: the file is invalid, with all faults, or no samples are left for
@@ -176,18 +182,18 @@ def cut(
     held_out: bool = False,
     stride: int | None = None,
 ) -> DatasetSplit:
-    """Cuts documents into samples, and logs the fate of those longer than a sequence.
+    """Cuts documents into rows, and logs the fate of those longer than a row.
 
     Args:
       config: settings of the data.
-      store: documents of one part of a source.
+      store: documents of one side of a source.
       sequence_length: S.
       log: receives the lines.
       held_out: whether the documents are held out.
       stride: tokens by which sliding windows move; None = no sliding windows.
 
     Raises:
-      ConfigError: the training part is too small.
+      ConfigError: the training side is too small.
     """
     length = store.length
     truncates = stride is None and config.truncates
@@ -214,7 +220,7 @@ def cut(
             sequence_length=sequence_length,
             log=log,
         )
-    samples = _samples(
+    rows = _make_rows(
         config,
         store,
         sequence_length=sequence_length,
@@ -228,14 +234,14 @@ def cut(
         num_bytes = float((store.num_bytes * share).sum())
     return DatasetSplit(
         name=store.name,
-        samples=samples,
+        samples=rows,
         num_tokens=num_tokens,
         num_bytes=num_bytes,
         scanned=store.max_id is not None,
     )
 
 
-def _samples(
+def _make_rows(
     config: DataConfig,
     store: TokenStore,
     *,
@@ -244,7 +250,7 @@ def _samples(
     held_out: bool,
     stride: int | None,
 ) -> Samples:
-    """Makes samples of documents; see `cut`."""
+    """Makes the rows of documents; see `cut`."""
     limit = config.validation_tokens if held_out else 0
     if stride is not None:
         return sliding.SlidingWindows(
@@ -280,13 +286,13 @@ def _log_longer(
     sequence_length: int,
     log: Log,
 ) -> None:
-    """Logs the fate of documents that are longer than a sequence, if there are any.
+    """Logs the fate of documents that are longer than a row, if there are any.
 
     Args:
       name: name of the source.
       side: "training" or "held-out".
       length: [documents], tokens.
-      kept: [documents], tokens that samples hold.
+      kept: [documents], tokens that rows hold.
       sequence_length: S.
       log: receives the line.
     """

@@ -25,7 +25,7 @@ from jaxdist.parallel.context import AXIS, CHUNKS, KEYS
 from jaxdist.parallel.remat import RESIDUALS
 
 Tree = TypeVar("Tree")  # a tree of arrays
-Carry = TypeVar("Carry")  # of a loop
+Carry = TypeVar("Carry")  # the carry of a loop
 Number = jax.Array | int
 
 
@@ -211,35 +211,7 @@ def _backward(
         dq, dk, dv = ring.pieces.backward(piece, queries.result)
         return dq, Keys(dk, dv)
 
-    def step(carry: _Gradients, keys: list[Keys], number: jax.Array) -> _Gradients:
-        dq, dkeys = carry
-        dkeys = _hop(dkeys, ring)
-        device = _key_device(number, ring)
-        if len(q) == 1:
-            dq_part, dkeys_part = pull_back(0, 0, queries[0], keys[0], device)
-            return [dq[0] + dq_part], [_add(dkeys[0], dkeys_part)]
-        dq_second, dkeys_first = pull_back(1, 0, queries[1], keys[0], device)
-        is_before = number <= jax.lax.axis_index(AXIS)  # see `_forward`
-        chunk = jnp.where(is_before, 0, 1)
-        dq_part, dkeys_part = pull_back(
-            chunk,
-            chunk,
-            _where(is_before, *queries),
-            _where(is_before, *keys),
-            device,
-        )
-        no_dq = jnp.zeros_like(dq_part)
-        no_dkeys = jax.tree.map(jnp.zeros_like, dkeys_part)
-        dq = [
-            dq[0] + jnp.where(is_before, dq_part, no_dq),
-            dq[1] + dq_second + jnp.where(is_before, no_dq, dq_part),
-        ]
-        dkeys_first = _add(dkeys_first, _where(is_before, dkeys_part, no_dkeys))
-        return dq, [
-            _add(dkeys[0], dkeys_first),
-            _add(dkeys[1], _where(is_before, no_dkeys, dkeys_part)),
-        ]
-
+    step = partial(_add_gradients, pull_back, queries, ring)
     start = _first_gradients(pull_back, queries, keys, ring)
     dq, dkeys = _around(step, start, keys, ring)
     dkeys = _hop(dkeys, ring)
@@ -273,6 +245,53 @@ def _first_gradients(
         dq[1] = dq[1] + dq_second
         dkeys[0] = _add(dkeys[0], dkeys_first)
     return dq, dkeys
+
+
+def _add_gradients(
+    pull_back: Callable[..., tuple[jax.Array, Keys]],
+    queries: list[Queries],
+    ring: Ring,
+    gradients: _Gradients,
+    keys: list[Keys],
+    number: jax.Array,
+) -> _Gradients:
+    """Adds the gradients of a device's queries and of another device's keys.
+
+    Args:
+      pull_back: computes the gradients of a chunk of queries and a chunk of keys.
+      queries: chunks of this device's queries.
+      ring: static description.
+      gradients: sums so far. Those of the keys are still on the preceding device.
+      keys: chunks of the other device's keys.
+      number: distance of the other device in hops.
+    """
+    dq, dkeys = gradients
+    dkeys = _hop(dkeys, ring)
+    device = _key_device(number, ring)
+    if len(queries) == 1:
+        dq_part, dkeys_part = pull_back(0, 0, queries[0], keys[0], device)
+        return [dq[0] + dq_part], [_add(dkeys[0], dkeys_part)]
+    dq_second, dkeys_first = pull_back(1, 0, queries[1], keys[0], device)
+    is_before = number <= jax.lax.axis_index(AXIS)  # see `_forward`
+    chunk = jnp.where(is_before, 0, 1)
+    dq_part, dkeys_part = pull_back(
+        chunk,
+        chunk,
+        _where(is_before, *queries),
+        _where(is_before, *keys),
+        device,
+    )
+    no_dq = jnp.zeros_like(dq_part)
+    no_dkeys = jax.tree.map(jnp.zeros_like, dkeys_part)
+    dq = [
+        dq[0] + jnp.where(is_before, dq_part, no_dq),
+        dq[1] + dq_second + jnp.where(is_before, no_dq, dq_part),
+    ]
+    dkeys_first = _add(dkeys_first, _where(is_before, dkeys_part, no_dkeys))
+    return dq, [
+        _add(dkeys[0], dkeys_first),
+        _add(dkeys[1], _where(is_before, no_dkeys, dkeys_part)),
+    ]
 
 
 def _around(

@@ -32,11 +32,12 @@ class Execution:
 
     mesh: Mesh | None = None  # None: one device, nothing is constrained
     rules: Rules = ONE_DEVICE
-    # dtype of matmuls and activations; None: that of the parameters
+    # dtype of matmuls and activations; None: the dtype of the parameters
     compute: str | None = None
     # dtype in which gradients of kernels leave their matmul and cross devices
     reduce: str = "float32"
-    recipe: Recipe | None = None  # of large kernels; None: multiplied in `compute`
+    # number format of the matmuls of large kernels; None: they are in `compute`
+    recipe: Recipe | None = None
     # mesh axes that the active region is manual over; arrays are a device's part there
     manual: tuple[str, ...] = ()
 
@@ -201,7 +202,7 @@ def region(
 
     Args:
       function: takes and returns trees of arrays.
-      axes: of the mesh.
+      axes: mesh axes that are manual in the region.
       in_specs: PartitionSpecs of the arguments, over `axes` only.
       out_specs: PartitionSpecs of the results, over `axes` only.
     """

@@ -1,5 +1,13 @@
 """The staged form of a model: embed, a stack of equal blocks, head.
 
+Overview. `staged_output` runs a model up to its head: `embedded` embeds a batch, and
+`run_blocks` scans over the stack. `head_loss` applies the head, and `as_loss` converts
+its result to a `Loss`. Each layer is a function of its parameters (`_as_function`), so
+that a wrapper for rematerialisation can be put around it (`Recompute`).
+
+Letters: B rows of a batch, S sequence length, D width of the model, L layers (or
+blocks) of a stack.
+
 A staged model can be scanned, rematerialised block by block and pipelined without a
 change. It has three parts:
 
@@ -40,6 +48,7 @@ The class `Config` of a model may have these, which depend on the options only:
   `verify` uses the model as it is.
 - `tensor_parallel_dims` names the sizes that the mesh axis `tensor` must divide.
 - `layers_on(places)` is the `num_layers` that gives each place of a pipeline one block.
+  A place is a chunk of layers on a stage.
 - `choices()` lists lines for the start of a run. It is called under the run's mesh.
 """
 
@@ -60,10 +69,14 @@ Batch = Mapping[str, jax.Array]
 
 
 class Loss(NamedTuple):
-    """Sums over the batch; the objective is (sum + all aux) / global count."""
+    """Sums over the batch; the objective is (sum + all aux) / global count.
 
-    sum: jax.Array  # nats over weighted targets
-    # weight of the targets, which depends on the batch only
+    For token models, `count` is the sum of the targets' weights. The metric `tokens`
+    counts the targets whose weight is above 0. The two differ if weights are fractions.
+    """
+
+    sum: jax.Array  # sum of the targets' losses times their weights, in nats
+    # sum of the targets' weights, or number of samples; depends on the batch only
     count: jax.Array  # type: ignore[assignment]  # hides tuple.count, which nobody calls
     aux: dict[str, jax.Array] = {}  # further sums with the same divisor
     stats: dict[
@@ -76,7 +89,7 @@ class Loss(NamedTuple):
 class BlockInfo:
     """Values that a block may read in addition to its input."""
 
-    key: jax.Array | None  # the step's key; None: deterministic
+    key: jax.Array | None  # the step's random key; None: the model is deterministic
     layer: jax.Array  # int32, global number of the layer
     fields: dict[str, jax.Array]  # integer fields of the batch and those of `prepare`
     # kind of the layer, from `blocks.layer_pattern`
@@ -207,24 +220,25 @@ def unchanged(block: Block) -> Block:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Transforms of a stack's layers for rematerialisation."""
+    """Wrappers of the functions of a stack's layers, for rematerialisation."""
 
-    layer: Transform  # of a layer
-    # of a group, a function (parameters, x, number of the first layer)
+    layer: Transform  # wraps the function of a layer
+    # wraps the function (parameters, x, number of the first layer) of a group of layers
     group: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run
     every: int = 1  # number of layers in a group
     last: int = 0  # number of final layers that `layer` applies to; 0: all
-    # of earlier layers, and of `first_blocks`
+    # wraps the function of layers before the `last` ones, and of `first_blocks`; unused
+    # if `last` is 0
     others: Transform = unchanged
 
     @classmethod
     def of(cls, transform: "Transform | Recompute") -> "Recompute":
-        """Makes a `Recompute` from a transform of all layers."""
+        """Makes a `Recompute` from a wrapper of all layers; keeps a `Recompute`."""
         return transform if isinstance(transform, Recompute) else cls(transform)
 
     @property
     def before(self) -> Transform:
-        """The transform of layers that come before the stack."""
+        """The wrapper of layers that come before the stack, `first_blocks`."""
         return self.others if self.last else self.layer
 
 
@@ -242,12 +256,14 @@ def run_blocks(
 
     Args:
       blocks: the stack.
-      x: [B, S, D].
-      key: of the step; None: deterministic.
+      x: input of the first block, [B, S, D].
+      key: random key of the step; None: the model is deterministic.
       fields: `BlockInfo.fields` of all blocks.
-      transform: of `block(parameters of one layer, x, info)`, for rematerialisation.
-      first: global number of the first layer, if the stack is a part of the model's.
-      pattern: kinds of these layers, repeated; (): those of the blocks.
+      transform: wraps the function (parameters of a layer, x, info) -> BlockOutput, for
+        rematerialisation. A `Recompute` has several such wrappers.
+      first: global number of the first layer, if the stack holds only some of the
+        model's layers.
+      pattern: kinds of these layers, repeated; (): the pattern of `blocks`.
 
     Returns:
       x after the last block, sums of aux terms over the layers, and stats [L, ...].
@@ -255,7 +271,7 @@ def run_blocks(
     graphs, states = zip(*map(nnx.split, layers_of(blocks)), strict=True)
     recompute = Recompute.of(transform)
     kinds = pattern or pattern_of(blocks)
-    stride = len(graphs)
+    stride = len(graphs)  # layers in a block: 1, or those of a `LayerGroup`
 
     def run(
         transform: Transform,
@@ -264,7 +280,7 @@ def run_blocks(
         x: jax.Array,
         first: int | jax.Array,
     ) -> tuple[jax.Array, list[Any]]:
-        """Scans over blocks; returns x, and aux terms and stats of each block."""
+        """Scans over blocks; returns x, and the aux terms and stats of each block."""
         layers = [transform(_as_function(graph)) for graph in graphs]
 
         def one_block(
@@ -294,12 +310,14 @@ def run_blocks(
             size=recompute.every // stride,
         )
     elif 0 < last < depth:
-        cut = depth - last
-        early, late = _split_stack(states, cut)
-        turn = cut % len(kinds)
+        num_early = depth - last
+        early, late = _split_stack(states, num_early)
+        # The kinds of the late blocks start where those of the early blocks end.
+        turn = num_early % len(kinds)
         late_kinds = (*kinds[turn:], *kinds[:turn])
+        first_late = first + num_early * stride
         x, early_sums = run(recompute.others, kinds, early, x, first)
-        x, late_sums = run(recompute.layer, late_kinds, late, x, first + cut * stride)
+        x, late_sums = run(recompute.layer, late_kinds, late, x, first_late)
         sums = jax.tree.map(lambda *xs: jnp.concatenate(xs), early_sums, late_sums)
     else:
         x, sums = run(recompute.layer, kinds, states, x, first)
@@ -307,11 +325,11 @@ def run_blocks(
     return BlockOutput(x, jax.tree.map(lambda terms: terms.sum(0), aux), stats)
 
 
-def _split_stack(states: Any, cut: int) -> tuple[Any, Any]:
-    """Splits the parameters of a stack after the first `cut` blocks."""
+def _split_stack(states: Any, num_early: int) -> tuple[Any, Any]:
+    """Splits the parameters of a stack after the first `num_early` blocks."""
     leaves, structure = jax.tree.flatten(states)
     # jnp.split, because its gradient is a concatenation
-    halves = [jnp.split(leaf, [cut]) for leaf in leaves]
+    halves = [jnp.split(leaf, [num_early]) for leaf in leaves]
     early = jax.tree.unflatten(structure, [half[0] for half in halves])
     late = jax.tree.unflatten(structure, [half[1] for half in halves])
     return early, late
@@ -376,18 +394,21 @@ def _as_function(graph: Any) -> Block:
 def apply_block(block: Any, x: jax.Array, info: BlockInfo) -> BlockOutput:
     """Applies a block.
 
-    Parts whose class has an attribute `block_info` (adapters) find the info there.
+    Modules inside it whose class has an attribute `block_info` (adapters) find the info
+    there.
     """
-    parts = [
-        part for _, part in nnx.iter_modules(block) if hasattr(type(part), "block_info")
+    readers = [
+        module
+        for _, module in nnx.iter_modules(block)
+        if hasattr(type(module), "block_info")
     ]
-    for part in parts:
-        vars(part)["block_info"] = info  # not by nnx, to which it would be state
+    for module in readers:
+        vars(module)["block_info"] = info  # not by nnx, to which it would be state
     try:
         return as_block_output(block(x, info))
     finally:
-        for part in parts:
-            del vars(part)["block_info"]
+        for module in readers:
+            del vars(module)["block_info"]
 
 
 def as_block_output(value: Any) -> BlockOutput:
@@ -439,9 +460,10 @@ def staged_loss(
 
     Args:
       model: the staged model.
-      batch: its fields.
-      key: of the step; None: deterministic.
-      transform: of the blocks, for rematerialisation.
+      batch: fields by name.
+      key: random key of the step; None: the model is deterministic.
+      transform: wraps the function of a layer, for rematerialisation; see
+        `run_blocks`.
     """
     output = staged_output(model, batch, key, transform)
     loss = head_loss(model, output.x, batch)
@@ -471,9 +493,10 @@ def embedded(
 
     Args:
       model: a staged model.
-      batch: its fields.
-      key: of the step; None: deterministic.
-      transform: of `first_blocks`, for rematerialisation.
+      batch: fields by name.
+      key: random key of the step; None: the model is deterministic.
+      transform: wraps the function of a layer in `first_blocks`, for
+        rematerialisation.
 
     Raises:
       ConfigError: `first_blocks` return aux terms or stats.
@@ -524,7 +547,7 @@ def as_loss(value: Any, batch: Batch) -> Loss:
     Args:
       value: a Loss, a tuple (sum, count[, aux[, stats]]), or a dict with these names. A
         scalar is a mean over the samples: its count is the number of samples.
-      batch: of which the loss is.
+      batch: the batch that the loss was computed for.
 
     Raises:
       ConfigError: it is none of them.
@@ -559,7 +582,7 @@ def as_metrics(value: Any, count: jax.Array) -> dict[str, tuple[jax.Array, jax.A
     Args:
       value: name -> scalar sum over the batch, or (sum, count). A sum without a count
         is divided by the count of the loss.
-      count: of the loss.
+      count: count of the batch's loss.
 
     Returns:
       name -> (sum, count).

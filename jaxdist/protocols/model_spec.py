@@ -28,7 +28,7 @@ class ModelSpec:
 
     build: Callable[[nnx.Rngs], nnx.Module]
     graph: nnx.GraphDef[Any]
-    trainable: Tree  # of ShapeDtypeStruct
+    trainable: Tree  # tree of ShapeDtypeStructs
     model_state: Tree
     # tuples of logical names, like `trainable`; stack dims are named only in `stack`
     names: Tree
@@ -63,9 +63,9 @@ class ModelSpec:
         """Assembles the model from its arrays.
 
         Args:
-          trainable: like `self.trainable`.
-          model_state: like `self.model_state`.
-          frozen: like `self.frozen`.
+          trainable: arrays in the structure of `self.trainable`.
+          model_state: arrays in the structure of `self.model_state`.
+          frozen: arrays in the structure of `self.frozen`.
           key: seed of the model's random streams. With a key the model is in training
             mode. With None it is in evaluation mode, and the seed is a constant.
         """
@@ -110,7 +110,7 @@ class ModelSpec:
         """Returns the spec of this model as the policy of an objective.
 
         Args:
-          objective: what the model is trained for.
+          objective: the objective that the model is trained for.
           modules: specs of the frozen modules, by the objective's names.
 
         Raises:

@@ -86,7 +86,7 @@ class Objective(ABC):
 
         Args:
           modules: the frozen modules by name.
-          batch: its fields.
+          batch: fields by name.
 
         Returns:
           Float fields [B, S] or [B, S, k], with names that the batch does not have.
@@ -104,9 +104,9 @@ class Objective(ABC):
 
         Args:
           policy: the model.
-          batch: its fields, prepared ones too.
-          key: of the step; None: deterministic.
-          transform: of the policy's blocks, for rematerialisation.
+          batch: fields by name, with those of `prepare`.
+          key: random key of the step; None: the model is deterministic.
+          transform: wraps the functions of the policy's layers, for rematerialisation.
 
         Raises:
           ConfigError: blocks return aux terms, but targets cannot be counted.
@@ -180,7 +180,7 @@ class TokenObjective(Objective):
         whose weights are all 0. Their sum and count must be 0.
 
         Args:
-          terms: of the policy, [S] or [S, k] each.
+          terms: the policy's terms, [S] or [S, k] each.
           sample: the row of each field of the batch, prepared fields too.
 
         Returns:

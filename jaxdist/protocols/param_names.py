@@ -104,10 +104,10 @@ def _misfit(
     """Explains why the names of a rule do not fit a parameter; "" if they do.
 
     Args:
-      pattern: of the rule.
+      pattern: pattern of the rule.
       rule_names: names of all dims.
-      path: of the parameter.
-      dims: of the parameter.
+      path: path of the parameter.
+      dims: sizes of the parameter's dims.
       stack: number of leading stack dims.
     """
     rule = f"sharding.rules: {pattern!r} gives"

@@ -1,6 +1,23 @@
-"""The dims of a batch's fields, and the parts that a step cuts a batch into.
+"""The dims of a batch's fields, and how a step splits its rows.
 
-Letters: B samples, S sequence length, k values of a token.
+A step splits its batch into A accumulation parts (batch.accumulation), also called
+accumulation steps, which run one after another. A pipeline splits each accumulation
+part into M microbatches. Both use `split`: row r is in accumulation part r % A, and in
+its microbatch (r // A) % M.
+
+Example: 16 rows over 2 batch shards, A = 2, M = 2. The loader places the rows 0 to 7
+on shard 0, and the rows 8 to 15 on shard 1. No row moves after that:
+
+    accumulation part  microbatch  rows of shard 0  rows of shard 1
+    0                  0           0, 4             8, 12
+    0                  1           2, 6             10, 14
+    1                  0           1, 5             9, 13
+    1                  1           3, 7             11, 15
+
+The devices of a batch shard have the same place along the batch axes (`data`, `fsdp` and
+`expert`), and hold the same rows.
+
+Letters: B rows, S sequence length, k values of a token.
 """
 
 from collections.abc import Mapping
@@ -33,20 +50,20 @@ def dim_names(batch: Mapping[str, Any]) -> dict[str, tuple[str | None, ...]]:
 
 
 def split_batch(batch: Batch, parts: int) -> dict[str, jax.Array]:
-    """Cuts each field [B, ...] into [parts, B / parts, ...]; see `split`."""
+    """Splits each field [B, ...] into [parts, B / parts, ...]; see `split`."""
     names = dim_names(batch)
     return {name: split(x, parts, names[name][1:]) for name, x in batch.items()}
 
 
 def split(x: jax.Array, parts: int, names: tuple[str | None, ...] = ()) -> jax.Array:
-    """Cuts [B, ...] into [parts, B / parts, ...].
+    """Splits [B, ...] into [parts, B / parts, ...].
 
-    Part i has the samples i, i + parts, i + 2 parts and so on. So each device cuts its
-    own samples, and none moves to another device.
+    Part i has the rows i, i + parts, i + 2 parts and so on. So each device splits the
+    rows that it holds, and no row moves to another device.
 
     Args:
       x: the field.
-      parts: number of parts.
+      parts: number of accumulation parts, or of microbatches in one of them.
       names: names of the dims after the first.
     """
     rows = x.reshape(x.shape[0] // parts, parts, *x.shape[1:])

@@ -1,4 +1,8 @@
-"""The state in the form of checkpoints: layers flat, with and without a pipeline."""
+"""The state in the form of checkpoints: layers flat, with and without a pipeline.
+
+A checkpoint holds flat layers, [layers, ...]. A step with a pipeline holds them by
+stage, [chunks, stages, layers of a place, ...], padded. `CheckpointViews` converts.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,14 @@ from jaxdist.step.state import State
 
 
 @dataclass(frozen=True)
-class StateCut:
-    """A pipeline's partition of the layers of a state."""
+class StateStaging:
+    """A pipeline's partition of all layers of a state: policy and frozen modules."""
 
     policy: Staging  # layers of the model that is trained
     modules: Mapping[str, Staging]  # layers of the objective's frozen modules, by name
 
     @classmethod
-    def of(cls, staging: Staging | None, spec: ModelSpec) -> StateCut | None:
+    def of(cls, staging: Staging | None, spec: ModelSpec) -> StateStaging | None:
         """Extends a partition to the frozen modules.
 
         Args:
@@ -75,24 +79,24 @@ class CheckpointViews(NamedTuple):
 
 
 def build_views(
-    cut: StateCut | None, abstract: State, shardings: State
+    state_staging: StateStaging | None, abstract: State, shardings: State
 ) -> CheckpointViews:
     """Builds the conversions of a state.
 
     Args:
-      cut: the pipeline's partition of the layers; None: no pipeline.
+      state_staging: the pipeline's partition of the layers; None: no pipeline.
       abstract: shapes of the state.
       shardings: shardings of the state.
     """
-    if cut is None:
+    if state_staging is None:
         return CheckpointViews(
             flat=_same,
             staged=_same,
             staged_weights=_same,
             abstract=jax.tree.map(with_sharding, abstract, shardings),
         )
-    shapes = jax.eval_shape(cut.flat, abstract)
-    stages = cut.policy.stages
+    shapes = jax.eval_shape(state_staging.flat, abstract)
+    stages = state_staging.policy.stages
 
     def flat_sharding(
         flat: jax.ShapeDtypeStruct,
@@ -102,16 +106,18 @@ def build_views(
         if flat.shape == staged.shape:
             return sharding
         layers_axis = "pipeline" if flat.shape[0] % stages == 0 else None
-        # The staged array has two more dims for its layers.
+        # A staged array is [chunks, stages, layers, ...], a flat one [layers, ...]. So
+        # `spec[3:]` has the entries of the dims after the layers, which stay as they
+        # are. The flat layers are split over the stages if these divide them.
         spec = P(layers_axis, *sharding.spec[3:])
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
     flat_shardings = jax.tree.map(flat_sharding, shapes, abstract, shardings)
     weight_shardings = shardings._replace(opt_state=None, ema=None)
     return CheckpointViews(
-        flat=_view(cut.flat, flat_shardings, donate=False),
-        staged=_view(cut.staged, shardings, donate=True),
-        staged_weights=jax.jit(cut.staged, out_shardings=weight_shardings),
+        flat=_compile_conversion(state_staging.flat, flat_shardings, donate=False),
+        staged=_compile_conversion(state_staging.staged, shardings, donate=True),
+        staged_weights=jax.jit(state_staging.staged, out_shardings=weight_shardings),
         abstract=jax.tree.map(with_sharding, shapes, flat_shardings),
     )
 
@@ -120,32 +126,42 @@ def _same(state: State) -> State:
     return state
 
 
-def _view(
+def _compile_conversion(
     convert: Callable[[State], State], shardings: State, *, donate: bool
 ) -> Callable[[State], State]:
-    """Compiles a conversion of a state.
+    """Compiles a conversion of a state, between blocks by stage and flat blocks.
 
-    Arrays in the host's memory pass through the device one at a time.
+    Blocks are [chunks, stages, layers of a place, ...] by stage, and [layers, ...] flat.
+    All other arrays keep their shapes. The two states have the same leaves in the same
+    order.
+
+    Arrays in the host's memory pass through the device one at a time, each by its own
+    program. One program converts all arrays on the device. Each program gets a state
+    whose other leaves are None, which jax skips.
 
     Args:
-      convert: the conversion.
-      shardings: shardings of its result.
-      donate: whether it may reuse the buffers of its argument.
+      convert: the conversion, `StateStaging.flat` or `StateStaging.staged`.
+      shardings: shardings of the converted state, which may be in the host's memory.
+      donate: whether the programs may reuse the buffers of the old state.
+
+    Returns:
+      The function from the old state to the converted state.
     """
     leaf_shardings: list[NamedSharding] = jax.tree.leaves(shardings)
     structure = jax.tree.structure(shardings)
     on_host = [i for i, x in enumerate(leaf_shardings) if x.memory_kind == HOST]
     on_device = [i for i in range(len(leaf_shardings)) if i not in on_host]
 
-    def only(leaves: Sequence[Any], chosen: Sequence[int]) -> State:
+    def with_leaves(leaves: Sequence[Any], chosen: Sequence[int]) -> State:
+        """Makes a state with the chosen leaves, and None in place of the others."""
         kept = [x if i in chosen else None for i, x in enumerate(leaves)]
         state: State = jax.tree.unflatten(structure, kept)
         return state
 
     def compiled(chosen: Sequence[int]) -> Callable[[State], State]:
         return jax.jit(
-            lambda part: convert(jax.tree.map(to_device, part)),
-            out_shardings=only(leaf_shardings, chosen),
+            lambda state: convert(jax.tree.map(to_device, state)),
+            out_shardings=with_leaves(leaf_shardings, chosen),
             donate_argnums=0 if donate else (),
         )
 
@@ -154,16 +170,16 @@ def _view(
     groups = [on_device, *([i] for i in on_host)]
     programs = [(group, compiled(group)) for group in groups]
 
-    def view(state: State) -> State:
+    def convert_in_groups(state: State) -> State:
         leaves: list[Any] = jax.tree.leaves(state)
         for group, program in programs:
-            converted = jax.tree.leaves(program(only(leaves, group)))
+            converted = jax.tree.leaves(program(with_leaves(leaves, group)))
             for i, x in zip(group, converted, strict=True):
                 leaves[i] = x
         result: State = jax.tree.unflatten(structure, leaves)
         return result
 
-    return view
+    return convert_in_groups
 
 
 def with_sharding(

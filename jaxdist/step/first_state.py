@@ -13,7 +13,7 @@ from jaxdist.parallel.offload import HOST
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec, Tree, stored_dtype
-from jaxdist.step.checkpoint_views import StateCut
+from jaxdist.step.checkpoint_views import StateStaging
 from jaxdist.step.layerwise import Trained
 from jaxdist.step.state import OptState, State
 from jaxdist.step.step_config import INIT, StepConfig, key_of
@@ -25,7 +25,7 @@ MODULES = "modules"
 
 def first_state(
     spec: ModelSpec,
-    cut: StateCut | None,
+    state_staging: StateStaging | None,
     transform: optax.GradientTransformation,
     config: StepConfig,
     values: Mapping[str, jax.Array] | None = None,
@@ -34,7 +34,7 @@ def first_state(
 
     Args:
       spec: the model with flat blocks.
-      cut: the pipeline's partition of the layers; None: no pipeline.
+      state_staging: the pipeline's partition of the layers; None: no pipeline.
       transform: the optimizer.
       config: the step's config, which has the seed and the dtypes.
       values: initial values of parameters by path; the others are random. The path of a
@@ -51,11 +51,11 @@ def first_state(
         modules[name] = module.init_frozen(
             start, shared | module_values[name], params=config.params
         )
-    if cut:
+    if state_staging:
         trainable, model_state, frozen = map(
-            cut.policy.staged, (trainable, model_state, frozen)
+            state_staging.policy.staged, (trainable, model_state, frozen)
         )
-        modules = cut.staged_modules(modules)
+        modules = state_staging.staged_modules(modules)
     trainable = _as_stored(trainable, config.params)
     frozen = _as_stored(frozen, config.params)
     ema = None

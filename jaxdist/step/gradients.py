@@ -23,7 +23,10 @@ from jaxdist.step.state import State
 
 
 class PartSums(Protocol):
-    """A function that computes the objective or its gradients on a part of a batch."""
+    """A function that computes the objective, or its gradients, for a batch.
+
+    The step calls it with one accumulation part at a time.
+    """
 
     def __call__(
         self,
@@ -34,13 +37,13 @@ class PartSums(Protocol):
         key: jax.Array | None,
         scale: jax.Array | None = None,
     ) -> tuple[Any, tuple[Loss, Tree]]:
-        """Computes sums over the samples of a batch.
+        """Computes sums over the rows of a batch.
 
         Args:
           trainable: the trained parameters.
           model_state: the model's state.
           frozen: the parameters that are not trained.
-          batch: the part of the global batch.
+          batch: the global batch, or an accumulation part of it.
           key: the step's random key; None: the model is deterministic.
           scale: factor of the objective and its gradients; default: 1.
 
@@ -56,7 +59,8 @@ class Sums(NamedTuple):
 
     gradients: Tree
     loss: Loss
-    # the model's state, which is no sum: as it was if the batch was cut into parts
+    # The model's state, which is no sum. With several accumulation parts, it is the
+    # state before the step.
     model_state: Tree
 
 
@@ -84,7 +88,7 @@ def build_objective(
         if execution.current().manual and not spec.casts_itself:
             trainable = _gather_edges(trainable)
             frozen = _gather_edges(frozen)
-        # The model's own random streams must differ between the parts of a step.
+        # The model's own random streams must differ between accumulation parts.
         stream_key = key
         if key is not None and spec.streams and "sample" in batch:
             stream_key = jax.random.fold_in(key, batch["sample"][0])
@@ -107,7 +111,7 @@ def names_of(spec: ModelSpec) -> StageParams:
 
 
 def build_pipelined(
-    spec: ModelSpec, cut: Staging, *, compute: str, backward: bool = True
+    spec: ModelSpec, staging: Staging, *, compute: str, backward: bool = True
 ) -> PartSums:
     """Builds the gradients of the objective, computed by the stages of a pipeline.
 
@@ -115,11 +119,11 @@ def build_pipelined(
 
     Args:
       spec: the model with blocks by stage.
-      cut: the pipeline's partition of the layers.
+      staging: the pipeline's partition of the layers.
       compute: dtype of matrix products and activations.
       backward: False computes the loss only.
     """
-    program = cut.program()
+    program = staging.program()
     names = names_of(spec)
 
     def score(model: Any, x: jax.Array, microbatch: Batch, number: jax.Array) -> Loss:
@@ -134,10 +138,10 @@ def build_pipelined(
         scale: jax.Array | None = None,
     ) -> tuple[Tree, tuple[Loss, Tree]]:
         params = StageParams(trainable, frozen, model_state)
-        parts = split_batch(batch, cut.microbatches)
-        pipeline = Pipeline(cut, program, build_assemble(spec, compute, key), score)
+        microbatches = split_batch(batch, staging.microbatches)
+        pipeline = Pipeline(staging, program, build_assemble(spec, compute, key), score)
         gradients, loss = pipeline_sums(
-            pipeline, params, names, parts, key, scale, backward=backward
+            pipeline, params, names, microbatches, key, scale, backward=backward
         )
         return gradients, (loss, model_state)
 
@@ -147,7 +151,7 @@ def build_pipelined(
 def build_assemble(
     spec: ModelSpec, compute: str, key: jax.Array | None
 ) -> Callable[[StageParams], Any]:
-    """Builds the function that makes a stage's part of a model from its arrays.
+    """Builds the function that makes a model from the arrays of a stage.
 
     Args:
       spec: the model with blocks by stage.
@@ -155,13 +159,15 @@ def build_assemble(
       key: key of the model's random streams; see `ModelSpec.assemble`.
     """
 
-    def assemble(part: StageParams) -> Any:
-        trained = part.trained
-        frozen = part.frozen
+    def assemble(params: StageParams) -> Any:
+        trained = params.trained
+        frozen = params.frozen
         if not spec.casts_itself:
             trained = _gather_edges(trained)
             frozen = _gather_edges(frozen)
-        return assemble_model(spec, compute, trained, part.model_state, frozen, key=key)
+        return assemble_model(
+            spec, compute, trained, params.model_state, frozen, key=key
+        )
 
     return assemble
 
@@ -176,10 +182,10 @@ def _gather_edges(tree: Tree) -> Tree:
     now = execution.current()
     whole = P()
     return {
-        name: part
+        name: subtree
         if name in STACKED
-        else jax.tree.map(lambda x: now.constrain(x, whole), part)
-        for name, part in tree.items()
+        else jax.tree.map(lambda x: now.constrain(x, whole), subtree)
+        for name, subtree in tree.items()
     }
 
 
@@ -212,39 +218,41 @@ def sum_gradients(
     once: tuple[str, ...] = (),
     scale: jax.Array | None = None,
 ) -> Sums:
-    """Sums gradients and losses over a global batch, part by part.
+    """Sums gradients and losses over a global batch, one accumulation part at a time.
 
-    The caller divides the sums by the global count. So parts with unequal counts
-    (packing, padding) weigh as in a batch that is not cut.
+    The caller divides the sums by the global count. So accumulation parts with unequal
+    counts (packing, padding) weigh as in a batch that is not split.
 
     Args:
       gradient_of: function of `build_pipelined`, or the gradient of `build_objective`.
       state: the state, whose parameters and model state are read.
       batch: the global batch.
       key: the step's random key.
-      accumulation: number of parts, which are computed one after another.
+      accumulation: number of accumulation parts, which run one after another.
       names: logical names of the model's arrays.
-      once: mesh axes over which gradients are reduced once, after all parts. A model
-        then sees only the samples of its replica (`reduction.choose`). The batch must be
-        divisible by these axes.
-      scale: loss scale of all parts. The returned sums are unscaled.
+      once: mesh axes over which gradients are reduced once, after all accumulation
+        parts. A model then sees only the rows of its replica (`reduction.choose`). The
+        batch must be divisible by these axes.
+      scale: factor of the loss. The returned sums are unscaled.
     """
 
-    def all_parts(
+    def sum_locally(
         params: StageParams, batch: Batch, key: jax.Array, scale: jax.Array | None
     ) -> Sums:
         scaled = partial(gradient_of, scale=scale)
-        return _sum_parts(scaled, params, batch, key, accumulation, names.trained)
+        return _sum_accumulation_parts(
+            scaled, params, batch, key, accumulation, names.trained
+        )
 
     params = StageParams(state.trainable, state.frozen, state.model_state)
     if not once:
-        sums = all_parts(params, batch, key, scale)
+        sums = sum_locally(params, batch, key, scale)
         return sums._replace(gradients=loss_scale.unscaled(sums.gradients, scale))
     pipelined = execution.current().axis_size("pipeline") > 1
     axes = ("pipeline", *once) if pipelined else once
     specs = jax.tree.map(partial(execution.region_spec, axes=axes), params, names)
     gradients, loss = execution.region(
-        lambda *arrays: _summed(all_parts(*arrays), names.trained, once),
+        lambda *arrays: _summed(sum_locally(*arrays), names.trained, once),
         axes,
         in_specs=(specs, P(once), P(), P()),
         out_specs=(specs.trained, P()),
@@ -253,7 +261,7 @@ def sum_gradients(
     return Sums(gradients, loss, state.model_state)
 
 
-def _sum_parts(
+def _sum_accumulation_parts(
     gradient_of: PartSums,
     params: StageParams,
     batch: Batch,
@@ -263,9 +271,9 @@ def _sum_parts(
 ) -> Sums:
     trainable, frozen, model_state = params
 
-    def part_sums(part: Batch) -> Sums:
+    def sums_of(accumulation_part: Batch) -> Sums:
         gradients, (loss, after) = gradient_of(
-            trainable, model_state, frozen, part, key
+            trainable, model_state, frozen, accumulation_part, key
         )
         return Sums(
             gradients=_shard_gradients(gradients, names),
@@ -274,16 +282,17 @@ def _sum_parts(
         )
 
     if accumulation == 1:
-        return part_sums(batch)
-    parts = split_batch(batch, accumulation)
-    abstract = jax.eval_shape(part_sums, jax.tree.map(lambda x: x[0], parts))
+        return sums_of(batch)
+    accumulation_parts = split_batch(batch, accumulation)
+    first_part = jax.tree.map(lambda x: x[0], accumulation_parts)
+    abstract = jax.eval_shape(sums_of, first_part)
     zeros: Sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
     zeros = zeros._replace(gradients=_shard_gradients(zeros.gradients, names))
 
-    def add(total: Sums, part: Batch) -> tuple[Sums, None]:
-        return jax.tree.map(jnp.add, total, part_sums(part)), None
+    def add(total: Sums, accumulation_part: Batch) -> tuple[Sums, None]:
+        return jax.tree.map(jnp.add, total, sums_of(accumulation_part)), None
 
-    sums, _ = jax.lax.scan(add, zeros, parts)
+    sums, _ = jax.lax.scan(add, zeros, accumulation_parts)
     return sums._replace(model_state=model_state)
 
 

@@ -37,14 +37,14 @@ class Trained(NamedTuple):
 class Scalars(NamedTuple):
     """The scalars of an update, equal for all parameters."""
 
-    scale: jax.Array  # factor of the summed gradients
+    clip_factor: jax.Array  # factor from summed gradients to their clipped mean
     rate: jax.Array  # factor of the updates
     good: jax.Array  # False = the update is skipped
 
 
 @dataclass(frozen=True)
-class Part:
-    """Parameters that are updated together: a stack, all vectors, or a single one."""
+class UpdateGroup:
+    """Parameters that are updated together: all vectors, a stack, or one other array."""
 
     names: dict[str, Names]  # logical names of each parameter, by the parameter's name
     transform: optax.GradientTransformation  # optimizer of these parameters only
@@ -54,9 +54,9 @@ class Part:
 
 @dataclass(frozen=True)
 class LayerwiseUpdate:
-    """The update of all parameters, their moments and their average, part by part."""
+    """The update of all parameters, their moments and their average, group by group."""
 
-    parts: tuple[Part, ...]
+    groups: tuple[UpdateGroup, ...]
     ema_decay: float
     memory_kind: str = HOST  # where moments wait; "device" serves comparisons
 
@@ -66,17 +66,17 @@ class LayerwiseUpdate:
         all_gradients = trees.flatten_names(gradients)
         after = Trained(*map(dict, leaves))
         done = Leaves()
-        for part in self.parts:
-            # The barrier orders the parts. Without it, the moments of several parts may
-            # be on the device at once.
-            part_gradients, done = jax.lax.optimization_barrier(
-                ({name: all_gradients[name] for name in part.names}, done)
+        for group in self.groups:
+            # The barrier orders the groups. Without it, the moments of several groups
+            # may be on the device at once.
+            group_gradients, done = jax.lax.optimization_barrier(
+                ({name: all_gradients[name] for name in group.names}, done)
             )
             after.params.update(done)
-            # State that belongs to no parameter, such as a count, enters each part with
-            # its old value.
+            # State that belongs to no parameter, such as a count, enters each group
+            # with its old value.
             new = self._update_layers(
-                part, _of_part(part, leaves), part_gradients, scalars
+                group, _of_group(group, leaves), group_gradients, scalars
             )
             for tree, changed in zip(after, new, strict=True):
                 tree.update(changed)
@@ -86,7 +86,7 @@ class LayerwiseUpdate:
     def waiting(self, abstract: Trained) -> Trained:
         """Marks the leaves that wait in the host's memory, as trees of bools."""
         shapes = trees.flatten_names(abstract.params)
-        held = {name for part in self.parts if part.waits for name in part.names}
+        held = {name for group in self.groups if group.waits for name in group.names}
 
         def waits(path: tuple[Any, ...], leaf: Any) -> bool:
             owner = _owner(trees.join(path), shapes)
@@ -103,13 +103,13 @@ class LayerwiseUpdate:
         )
 
     def _update_layers(
-        self, part: Part, before: Trained, gradients: Leaves, scalars: Scalars
+        self, group: UpdateGroup, before: Trained, gradients: Leaves, scalars: Scalars
     ) -> Trained:
-        """Updates the leaves of a part, layer by layer."""
-        if not part.waits:
-            return self._update(part, before, gradients, scalars)
+        """Updates the leaves of a group, layer by layer."""
+        if not group.waits:
+            return self._update(group, before, gradients, scalars)
         stack = next(iter(before.params.values()))
-        sizes = [stack.shape[dim] for dim in part.layer_dims]
+        sizes = [stack.shape[dim] for dim in group.layer_dims]
         # A single parameter also gets a loop, with one turn if the step is good. The
         # compiler cannot move a loop's reads before the loop. Otherwise it would fetch
         # the moments while layers need the memory.
@@ -119,7 +119,7 @@ class LayerwiseUpdate:
             place: dict[int, jax.Array] = {}
             if sizes:
                 numbers = jnp.unravel_index(i, sizes)
-                place = dict(zip(part.layer_dims, numbers, strict=True))
+                place = dict(zip(group.layer_dims, numbers, strict=True))
 
             # State that belongs to no parameter, such as a count, is the same for all
             # layers. It changes once: each layer reads its first value.
@@ -137,7 +137,7 @@ class LayerwiseUpdate:
                 *(_map_named(read, *pair) for pair in zip(now, before, strict=True))
             )
             layer_gradients = {name: _cut(x, place) for name, x in gradients.items()}
-            new = _put_back(self._update(part, old, layer_gradients, scalars), now)
+            new = _put_back(self._update(group, old, layer_gradients, scalars), now)
             return Trained(
                 *(_map_named(write, *pair) for pair in zip(now, new, strict=True))
             )
@@ -146,23 +146,23 @@ class LayerwiseUpdate:
         return after
 
     def _update(
-        self, part: Part, before: Trained, gradients: Leaves, scalars: Scalars
+        self, group: UpdateGroup, before: Trained, gradients: Leaves, scalars: Scalars
     ) -> Trained:
-        """Updates the leaves of a part, or of one of its layers."""
+        """Updates the leaves of a group, or of one of its layers."""
         scaled = {
-            name: _as_state(g * scalars.scale, part.names[name])
+            name: _as_state(g * scalars.clip_factor, group.names[name])
             for name, g in gradients.items()
         }
         params = trees.unflatten_names(before.params)
         state = _in_structure(
-            jax.eval_shape(part.transform.init, params), before.moments
+            jax.eval_shape(group.transform.init, params), before.moments
         )
-        updates, state = part.transform.update(
+        updates, state = group.transform.update(
             trees.unflatten_names(scaled), state, params
         )
         new: Leaves = {}
         for name, update in trees.flatten_names(updates).items():
-            step = _as_state(update, part.names[name]) * scalars.rate
+            step = _as_state(update, group.names[name]) * scalars.rate
             new[name] = optax.apply_updates(before.params[name], step)
         ema = {
             name: e + (1 - self.ema_decay) * (new[name] - e)
@@ -175,15 +175,15 @@ class LayerwiseUpdate:
         return kept
 
 
-def build_parts(
+def build_groups(
     roles: Tree,
     names: Tree,
     transform_of: Callable[[Tree], optax.GradientTransformation],
-) -> tuple[Part, ...]:
-    """Divides the trained parameters into parts.
+) -> tuple[UpdateGroup, ...]:
+    """Divides the trained parameters into groups.
 
-    The first part has all vectors. A part for each stack follows, and then a part for
-    each other parameter.
+    The first group has all vectors. A group for each stack follows, and then a group
+    for each other parameter.
 
     Args:
       roles: role of each parameter.
@@ -199,32 +199,32 @@ def build_parts(
     groups: dict[str, list[str]] = {}
     for name, role in by_name.items():
         top = name.partition(trees.SEPARATOR)[0]
-        group = top if top in STACKED else name
+        key = top if top in STACKED else name
         if role.kind == "vector":
-            group = ""
-        groups.setdefault(group, []).append(name)
+            key = ""
+        groups.setdefault(key, []).append(name)
 
-    def build_part(group: str, members: list[str]) -> Part:
+    def build_group(key: str, members: list[str]) -> UpdateGroup:
         layer_dims: tuple[int, ...] = ()
-        if group in STACKED:
+        if key in STACKED:
             by_stage = names_of[members[0]][:3] == STACKS[:3]
             layer_dims = (0, 2) if by_stage else (0,)
         member_roles = trees.unflatten_names({name: by_name[name] for name in members})
-        return Part(
+        return UpdateGroup(
             names={name: names_of[name] for name in members},
             transform=transform_of(member_roles),
             layer_dims=layer_dims,
-            waits=group != "",
+            waits=key != "",
         )
 
-    order = sorted(groups, key=lambda group: (group != "", group not in STACKED))
-    return tuple(build_part(group, groups[group]) for group in order)
+    order = sorted(groups, key=lambda key: (key != "", key not in STACKED))
+    return tuple(build_group(key, groups[key]) for key in order)
 
 
-def _of_part(part: Part, leaves: Trained) -> Trained:
-    """Selects the leaves that a part reads and changes."""
-    params = {name: leaves.params[name] for name in part.names}
-    state = jax.eval_shape(part.transform.init, trees.unflatten_names(params))
+def _of_group(group: UpdateGroup, leaves: Trained) -> Trained:
+    """Selects the leaves that a group reads and changes."""
+    params = {name: leaves.params[name] for name in group.names}
+    state = jax.eval_shape(group.transform.init, trees.unflatten_names(params))
     return Trained(
         params=params,
         moments={name: leaves.moments[name] for name in trees.flatten_names(state)},

@@ -29,7 +29,9 @@ class LossScale(NamedTuple):
 
     scale: jax.Array  # float32, factor of the mean loss; a power of two
     good_steps: jax.Array  # int32, updates since the scale changed
-    skips: jax.Array  # int32, updates skipped because of the scale
+    # int32, all updates of the run that were skipped because of the scale; these do not
+    # count in `OptState.skipped`
+    skips: jax.Array
 
 
 @dataclass(frozen=True)

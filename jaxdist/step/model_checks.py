@@ -55,7 +55,7 @@ def check_model(
     Args:
       spec: the model with flat blocks.
       batch: arrays or their shapes, by name.
-      accumulation: parts of a batch.
+      accumulation: number of accumulation parts of a batch.
       stages: stages of the pipeline; 1 = no pipeline.
 
     Returns:
@@ -71,17 +71,17 @@ def check_model(
     if causes:
         return causes
     # the method under test, for `_blame`
-    part = f"{type(spec.objective).__name__}.prepare(modules, batch)"
+    method = f"{type(spec.objective).__name__}.prepare(modules, batch)"
     try:
         prepared = abstract_batch(spec, batch)
-        part = "embed, blocks and head" if spec.staged else "loss(batch, key)"
+        method = "embed, blocks and head" if spec.staged else "loss(batch, key)"
         stats, changed = _trace(spec, prepared)
-        part = "metrics(batch)"
+        method = "metrics(batch)"
         _trace_metrics(spec, prepared)
     except ConfigError as error:
         return list(error.faults)
     except Exception as error:  # a model's code may raise anything
-        return [_blame(spec, part, batch, error)]
+        return [_blame(spec, method, batch, error)]
     causes = _state_faults(
         spec, stats=stats, changed=changed, accumulation=accumulation, stages=stages
     )
@@ -104,7 +104,7 @@ def _state_faults(
       spec: the model with flat blocks.
       stats: names of the stats that `loss` returns.
       changed: paths of the variables that `loss` changes.
-      accumulation: parts of a batch.
+      accumulation: number of accumulation parts of a batch.
       stages: stages of the pipeline; 1 = no pipeline.
     """
     causes = []
@@ -141,19 +141,19 @@ def _trace(spec: ModelSpec, batch: Batch) -> tuple[list[str], list[str]]:
     stats: list[str] = []
 
     def run(
-        parts: tuple[Tree, Tree, Tree], batch: Batch, key: jax.Array
+        arrays: tuple[Tree, Tree, Tree], batch: Batch, key: jax.Array
     ) -> tuple[Tree, Loss]:
-        model = spec.assemble(*parts, key=key)
+        model = spec.assemble(*arrays, key=key)
         loss = spec.objective.batch_loss(model, batch, key)
         stats.extend(loss.stats)
         return spec.arrays_of(model), loss
 
-    parts = (spec.trainable, spec.model_state, spec.frozen)
+    arrays = (spec.trainable, spec.model_state, spec.frozen)
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
     jaxpr = jax.make_jaxpr(run)(
-        parts, shapes, jax.eval_shape(lambda: jax.random.key(0))
+        arrays, shapes, jax.eval_shape(lambda: jax.random.key(0))
     ).jaxpr
-    paths = list(trees.flatten_names(parts))
+    paths = list(trees.flatten_names(arrays))
     pairs = zip(paths, jaxpr.invars, jaxpr.outvars, strict=False)
     changed = [
         path for path, before, after in pairs if _origin(jaxpr, after) is not before
@@ -200,14 +200,14 @@ def _trace_metrics(spec: ModelSpec, batch: Batch) -> None:
       ConfigError: they return something else than metrics.
     """
 
-    def run(parts: tuple[Tree, Tree, Tree], batch: Batch) -> Any:
-        return as_metrics(spec.assemble(*parts).metrics(batch), jax.numpy.float32(1))
+    def run(arrays: tuple[Tree, Tree, Tree], batch: Batch) -> Any:
+        return as_metrics(spec.assemble(*arrays).metrics(batch), jax.numpy.float32(1))
 
     if has_metrics(spec.model_class):
         jax.eval_shape(run, (spec.trainable, spec.model_state, spec.frozen), batch)
 
 
-def _blame(spec: ModelSpec, part: str, batch: Batch, error: Exception) -> str:
+def _blame(spec: ModelSpec, method: str, batch: Batch, error: Exception) -> str:
     """Formats an error of a model's code, with its line and the batch."""
     name = spec.model_class.__name__
     fields = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in batch.items())
@@ -220,4 +220,4 @@ def _blame(spec: ModelSpec, part: str, batch: Batch, error: Exception) -> str:
     message = " ".join(str(error).split())[:300]
     if isinstance(error, KeyError):
         message = f"the batch has no {message}"
-    return f"{name}: {part} failed{where}: {type(error).__name__}: {message}; the batch was {{{fields}}}"
+    return f"{name}: {method} failed{where}: {type(error).__name__}: {message}; the batch was {{{fields}}}"

@@ -1,8 +1,8 @@
 """The forward program by which frozen modules add an objective's fields to a batch.
 
 It runs in the step, before the program of the policy (the model that is trained).
-Frozen modules compute a batch in the same parts as the policy, and in the stages of the
-same pipeline. Nothing is differentiated, so no activation is kept for a backward pass.
+Frozen modules compute a batch in the same accumulation parts and microbatches as the
+policy, and in the stages of the same pipeline. Nothing is differentiated, so no activation is kept for a backward pass.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,7 +43,7 @@ Prepare = Callable[[Tree, Tree, Batch], tuple[Tree, Batch]]
 
 def build_prepare(
     spec: ModelSpec,
-    cut: Staging | None,
+    staging: Staging | None,
     *,
     compute: str,
     accumulation: int,
@@ -56,34 +56,34 @@ def build_prepare(
 
     Args:
       spec: the model with flat blocks.
-      cut: the pipeline's partition of the policy; None: no pipeline.
+      staging: the pipeline's partition of the policy; None: no pipeline.
       compute: dtype of the modules' matrix products and activations.
-      accumulation: number of parts of the batch.
+      accumulation: number of accumulation parts of the batch.
       counts_targets: whether to add the field TARGETS_PER_COUNT if aux terms of blocks
         need it.
     """
     prepares = spec.objective.prepares
     terms: dict[str, _TermsOf] = {}
     for name, module in spec.modules.items():
-        if cut is None:
+        if staging is None:
             terms[name] = _whole_terms(module, compute)
         else:
-            terms[name] = _pipelined_terms(module, cut.for_model(module), compute)
+            terms[name] = _pipelined_terms(module, staging.for_model(module), compute)
 
     def prepare(modules: Tree, policy: Tree, batch: Batch) -> tuple[Tree, Batch]:
-        def fields_of(part: Batch) -> Terms:
+        def fields_of(accumulation_part: Batch) -> Terms:
             frozen = {
                 name: partial(terms_of, modules[name])
                 for name, terms_of in terms.items()
             }
-            return _fields(spec, frozen, part)
+            return _fields(spec, frozen, accumulation_part)
 
         extended = {**batch}
         if prepares and accumulation == 1:
             extended |= fields_of(batch)
         elif prepares:
-            parts = split_batch(batch, accumulation)
-            extended |= join_parts(jax.lax.map(fields_of, parts))
+            accumulation_parts = split_batch(batch, accumulation)
+            extended |= join_parts(jax.lax.map(fields_of, accumulation_parts))
         if counts_targets:
             extended |= _targets_per_count(spec, extended)
         if len(extended) == len(batch):
@@ -173,15 +173,15 @@ def aux_over_targets(spec: ModelSpec, batch: Batch) -> list[str]:
 def _policy_outputs(spec: ModelSpec, batch: Batch) -> tuple[Terms, Terms]:
     """Describes the aux terms of the policy's blocks, and the policy's terms."""
 
-    def outputs(parts: tuple[Tree, Tree, Tree], batch: Batch) -> tuple[Terms, Terms]:
-        model = spec.assemble(*parts)
+    def outputs(arrays: tuple[Tree, Tree, Tree], batch: Batch) -> tuple[Terms, Terms]:
+        model = spec.assemble(*arrays)
         x, aux, _ = staged_output(model, batch, None)
         return aux, as_terms(model.token_terms(x, batch), batch)
 
-    parts = (spec.trainable, spec.model_state, spec.frozen)
+    arrays = (spec.trainable, spec.model_state, spec.frozen)
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
     with execution.activate():
-        described: tuple[Terms, Terms] = jax.eval_shape(outputs, parts, shapes)
+        described: tuple[Terms, Terms] = jax.eval_shape(outputs, arrays, shapes)
     return described
 
 
@@ -195,10 +195,10 @@ def _whole_terms(module: ModelSpec, compute: str) -> _TermsOf:
     return terms_of
 
 
-def _pipelined_terms(module: ModelSpec, cut: Staging, compute: str) -> _TermsOf:
+def _pipelined_terms(module: ModelSpec, staging: Staging, compute: str) -> _TermsOf:
     """Builds the function that computes a module's terms in a pipeline."""
-    program = cut.program()
-    staged = cut.staged_spec(module)
+    program = staging.program()
+    staged = staging.staged_spec(module)
     names = names_of(staged)
 
     def score(model: Any, x: jax.Array, microbatch: Batch, number: jax.Array) -> Loss:
@@ -210,15 +210,19 @@ def _pipelined_terms(module: ModelSpec, cut: Staging, compute: str) -> _TermsOf:
         terms = as_terms(model.token_terms(x, microbatch), microbatch)
         rows = {}
         for name, term in terms.items():
-            zeros = jnp.zeros((cut.microbatches, *term.shape), term.dtype)
+            zeros = jnp.zeros((staging.microbatches, *term.shape), term.dtype)
             rows[_TERMS + name] = zeros.at[number].set(term)
         return Loss(sum=jnp.float32(0), count=jnp.float32(0), aux={}, stats=rows)
 
     def terms_of(arrays: Tree, batch: Batch) -> Terms:
-        pipeline = Pipeline(cut, program, build_assemble(staged, compute, None), score)
+        pipeline = Pipeline(
+            staging, program, build_assemble(staged, compute, None), score
+        )
         params = StageParams({}, arrays, {})
-        parts = split_batch(batch, cut.microbatches)
-        _, loss = pipeline_sums(pipeline, params, names, parts, None, backward=False)
+        microbatches = split_batch(batch, staging.microbatches)
+        _, loss = pipeline_sums(
+            pipeline, params, names, microbatches, None, backward=False
+        )
         return join_parts(
             {
                 name.removeprefix(_TERMS): x

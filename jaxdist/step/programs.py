@@ -1,4 +1,9 @@
-"""The functions that a train step compiles: update, gradients and evaluation."""
+"""The functions that `TrainStep` compiles: the step, and the evaluation of a batch.
+
+The body of the step is the function `inspect` in `build_step_with_gradients`. It
+returns (state, metrics, mean gradients). `TrainStep.step` is the same function without
+the gradients in its result, so XLA need not keep them.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,7 +35,7 @@ from jaxdist.step.step_config import STEPS, StepConfig, key_of
 from jaxdist.step.update import UpdateRule, apply_stats
 
 
-def build_inspect(
+def build_step_with_gradients(
     spec: ModelSpec,
     gradient_of: PartSums,
     rule: UpdateRule,
@@ -40,25 +45,26 @@ def build_inspect(
     config: StepConfig,
     staged: ModelSpec,
 ) -> Callable[[State, Batch], tuple[State, Metrics, Tree]]:
-    """Builds the step that also returns the mean gradients.
+    """Builds the step: it updates the state, and also returns the mean gradients.
 
     Args:
       spec: the model with flat blocks.
-      gradient_of: computes the gradients of a part of a batch.
+      gradient_of: computes the gradients of an accumulation part of a batch.
       rule: updates the state by the gradients.
       mesh: the devices.
       rules: the sharding rules.
       config: the step's settings.
       staged: the model as the step holds its arrays: with a pipeline, blocks by stage.
     """
-    cut = config.staging
+    staging = config.staging
     accumulation = config.accumulation
-    stages = cut.stages if cut else 1
+    stages = staging.stages if staging else 1
     prepare = build_prepare(
-        spec, cut, compute=config.compute, accumulation=accumulation
+        spec, staging, compute=config.compute, accumulation=accumulation
     )
     setting = config.reduce_over_replicas
-    chosen = reduction.choose(spec, rules, setting, parts=config.parts)
+    parts = config.total_microbatches
+    chosen = reduction.choose(spec, rules, setting, parts=parts)
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
         faults = model_checks.check_model(
@@ -74,7 +80,7 @@ def build_inspect(
             recipe=config.recipe,
         ):
             key = jax.random.fold_in(key_of(config.seed, STEPS), state.step)
-            once = reduction.axes_for(chosen, batch, rules, setting, config.parts)
+            once = reduction.axes_for(chosen, batch, rules, setting, parts)
             loss_scale = state.opt_state.loss_scale
             scale = None if loss_scale is None else factor(loss_scale, batch)
             parameters = (state.trainable, state.frozen)
@@ -92,7 +98,7 @@ def build_inspect(
                 scale=scale,
             )
             gradients = jax.tree.map(lambda g: g / sums.loss.count, sums.gradients)
-            sums = sums._replace(model_state=apply_stats(spec, cut, state, sums))
+            sums = sums._replace(model_state=apply_stats(spec, staging, state, sums))
             after, metrics = rule.apply(state, sums, batch)
             return after, metrics, gradients
 
@@ -111,12 +117,12 @@ def build_evaluate(
       rules: the sharding rules.
       config: the step's settings.
     """
-    cut = config.staging
+    staging = config.staging
     model_has_metrics = has_metrics(spec.model_class)
     # The caller adds the sums of several batches, so the loss keeps the objective's
     # count.
     prepare = build_prepare(
-        spec, cut, compute=config.compute, accumulation=1, counts_targets=False
+        spec, staging, compute=config.compute, accumulation=1, counts_targets=False
     )
 
     def evaluate(state: State, batch: Batch) -> LossSums:
@@ -133,8 +139,8 @@ def build_evaluate(
                 f"aux/{name}": (value, counts[name]) for name, value in loss.aux.items()
             }
             if model_has_metrics:
-                if cut:
-                    trainable, model_state, frozen = map(cut.flat, arrays)
+                if staging:
+                    trainable, model_state, frozen = map(staging.flat, arrays)
                 model = assemble_model(
                     spec, config.compute, trainable, model_state, frozen, key=None
                 )

@@ -1,6 +1,6 @@
 """The reduction of gradients over replicas: once a step, or with each part of a step.
 
-With accumulation or a pipeline, a step computes its batch in parts. By default, the
+A part is here a microbatch of an accumulation part (`batch_parts`). By default, the
 gradients of each part are summed over replicas. If they are summed once, every replica
 first adds up the gradients of its parts. That happens in a region that is manual over
 the replicas' mesh axes (`gradients.sum_gradients`). The model then sees only its
@@ -25,7 +25,7 @@ Reduce = Literal["auto", "each", "once"]
 
 
 class Reduction(NamedTuple):
-    """The mesh axes over which gradients are summed once a step, and the reason."""
+    """The mesh axes over which gradients are summed once a step, or why there are none."""
 
     once: tuple[str, ...]  # mesh axes; () = gradients are summed with each part
     over: str  # such as "data 2 x fsdp 4"; "" = a step has one part or one replica

@@ -44,5 +44,7 @@ class OptState(NamedTuple):
     """The optimizer's state. The position in its schedule is `State.step`."""
 
     optimizer: Tree
-    skipped: jax.Array  # int32, consecutive updates skipped for non-finite gradients
+    # int32, consecutive updates skipped for non-finite gradients; 0 after a good update.
+    # Batches that a run skips after a rollback are not counted (`trainer.health`).
+    skipped: jax.Array
     loss_scale: LossScale | None = None  # None = gradients are not scaled

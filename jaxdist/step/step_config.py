@@ -20,7 +20,7 @@ class StepConfig:
     """The settings of a step, apart from the model, the optimizer and the mesh."""
 
     seed: int = 0
-    # parts of a batch that are computed one after another
+    # number of accumulation parts of a batch, which run one after another
     accumulation: int = 1
     compute: str = "float32"  # dtype of matrix products and activations
     params: str = "float32"  # dtype in which parameters are stored
@@ -31,7 +31,7 @@ class StepConfig:
     remat: RematConfig | str = "dots"  # rematerialization, or the name of its policy
     loss_scale: DynamicLossScale | None = None  # None = gradients are not scaled
     ema_decay: float = 0.0  # decay of the moving average of parameters; 0 = no average
-    # memory kind in which the optimizer's state waits; None = that of the devices
+    # memory kind in which the optimizer's state waits; None = the memory of the devices
     moments_in: str | None = None
     # a pipeline's partition of the layers; None = no pipeline
     staging: Staging | None = None
@@ -39,8 +39,8 @@ class StepConfig:
     max_traces: int | None = None
 
     @property
-    def parts(self) -> int:
-        """Returns the number of parts that a step's batch is cut into."""
+    def total_microbatches(self) -> int:
+        """Returns the product accumulation x microbatches of a step's batch."""
         return self.accumulation * (self.staging.microbatches if self.staging else 1)
 
 

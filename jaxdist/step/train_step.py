@@ -1,6 +1,7 @@
 """The train step: a pure, jitted function that updates a state by a batch.
 
 Training, evaluation, verification and benchmarks all use the step that is built here.
+The body of the step is in `programs.build_step_with_gradients`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from jaxdist.step import model_checks, programs
 from jaxdist.step.batch_parts import dim_names
 from jaxdist.step.checkpoint_views import (
     CheckpointViews,
-    StateCut,
+    StateStaging,
     build_views,
     with_sharding,
 )
@@ -99,15 +100,15 @@ def build_train_step(
       spec: the model with flat blocks.
       optimizer: a config, or a transformation of optax. A transformation is used
         unchanged: it has its own learning rate, and no gradient is clipped. With a
-        pipeline it sees stacks of layers in pieces.
+        pipeline it sees blocks by stage, [chunks, stages, layers, ...].
       schedule: the learning rate by step, for the optimizer of a config.
       mesh: the devices.
       rules: the sharding rules.
       config: the step's settings.
 
     Raises:
-      ConfigError: a mesh axis does not divide a parameter's dim. The step raises it when
-        it is traced if the model cannot be trained so.
+      ConfigError: a mesh axis does not divide a parameter's dim. The step raises one
+        when it is traced, if the model cannot be trained with this batch.
     """
     staging = config.staging
     stages = staging.stages if staging else 1
@@ -115,7 +116,7 @@ def build_train_step(
     if faults:
         raise ConfigError(faults)
     staged = staging.staged_spec(spec) if staging else spec
-    cut = StateCut.of(staging, spec)
+    state_staging = StateStaging.of(staging, spec)
     rule = build_update_rule(
         optimizer,
         schedule,
@@ -126,11 +127,11 @@ def build_train_step(
         scaler=config.loss_scale,
     )
     placement.place(staged.all_parameters(), rules)
-    init = partial(first_state, spec, cut, rule.transform, config)
+    init = partial(first_state, spec, state_staging, rule.transform, config)
     abstract = jax.eval_shape(init)
     shardings = state_shardings(staged, abstract, mesh, rules, rule)
     gradient_of, loss_of = programs.build_gradients(staged, config)
-    inspect = programs.build_inspect(
+    step_with_gradients = programs.build_step_with_gradients(
         spec,
         gradient_of,
         rule,
@@ -142,7 +143,7 @@ def build_train_step(
     evaluate = programs.build_evaluate(spec, loss_of, mesh, rules, config)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        after, metrics, _ = inspect(state, batch)
+        after, metrics, _ = step_with_gradients(state, batch)
         return after, metrics
 
     limited_step: _Step = step
@@ -160,15 +161,17 @@ def build_train_step(
         init=jax.jit(
             lambda values=None: init(values),
             # Arrays by stage do not fit into the buffers of flat ones.
-            donate_argnums=() if cut else 0,
+            donate_argnums=() if state_staging else 0,
             out_shardings=shardings,
             compiler_options=init_options,
         ),
-        inspect=jax.jit(inspect, out_shardings=(shardings, replicated, None)),
+        inspect=jax.jit(
+            step_with_gradients, out_shardings=(shardings, replicated, None)
+        ),
         evaluate=jax.jit(evaluate),
         abstract_state=jax.tree.map(with_sharding, abstract, shardings),
         shardings=shardings,
-        views=build_views(cut, abstract, shardings),
+        views=build_views(state_staging, abstract, shardings),
         mesh=mesh,
         rules=rules,
     )

@@ -22,7 +22,7 @@ from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.protocols.param_names import Names
 from jaxdist.step import loss_scale
 from jaxdist.step.gradients import Sums
-from jaxdist.step.layerwise import LayerwiseUpdate, Scalars, Trained, build_parts
+from jaxdist.step.layerwise import LayerwiseUpdate, Scalars, Trained, build_groups
 from jaxdist.step.state import Metrics, OptState, State
 
 _LANES = 128  # lanes of a TPU's vector registers
@@ -78,14 +78,14 @@ class UpdateRule:
         return _swap_last_dims(after, paths), metrics
 
     def _apply(self, state: State, sums: Sums, batch: Batch) -> tuple[State, Metrics]:
-        count = sums.loss.count
         loss = sums.loss
-        total = optax.tree.norm(sums.gradients)
-        norm = total / count
+        count = loss.count  # sum of the targets' weights
+        norm_of_sum = optax.tree.norm(sums.gradients)
+        norm = norm_of_sum / count  # norm of the mean gradients
         good = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
         skipped = jnp.where(good, 0, state.opt_state.skipped + 1)
-        skipped, scale, scale_metrics = self._rescale(
-            state.opt_state, total=total, loss=loss.sum, skipped=skipped
+        skipped, next_loss_scale, scale_metrics = self._update_loss_scale(
+            state.opt_state, norm_of_sum=norm_of_sum, loss=loss.sum, skipped=skipped
         )
         update = self._update_whole if self.layerwise is None else self._update_by_layer
         trained, rate, good = update(state, sums, norm, good)
@@ -103,30 +103,37 @@ class UpdateRule:
             trainable=trained.params,
             frozen=state.frozen,
             model_state=where_finite(good, sums.model_state, state.model_state),
-            opt_state=OptState(trained.moments, skipped=skipped, loss_scale=scale),
+            opt_state=OptState(
+                trained.moments, skipped=skipped, loss_scale=next_loss_scale
+            ),
             ema=trained.ema,
             modules=state.modules,
         )
         return after, metrics
 
-    def _rescale(
-        self, before: OptState, *, total: jax.Array, loss: jax.Array, skipped: jax.Array
+    def _update_loss_scale(
+        self,
+        before: OptState,
+        *,
+        norm_of_sum: jax.Array,
+        loss: jax.Array,
+        skipped: jax.Array,
     ) -> tuple[jax.Array, loss_scale.LossScale | None, Metrics]:
         """Changes the loss scale after a step.
 
         Args:
           before: the optimizer's state before the step.
-          total: norm of the summed gradients. Their mean may be NaN because no target
-            has a weight.
+          norm_of_sum: norm of the summed gradients. The norm of their mean may be NaN
+            because no target has a weight.
           loss: the summed loss.
-          skipped: number of consecutive updates that were skipped, with this step.
+          skipped: number of consecutive updates that were skipped, including this step.
 
         Returns:
           `skipped`, or 0 if the scale was the cause; the next scale; and its metrics.
         """
         if self.scaler is None or before.loss_scale is None:
             return skipped, None, {}
-        finite = jnp.isfinite(total)
+        finite = jnp.isfinite(norm_of_sum)
         by_scale = loss_scale.is_cause(before.loss_scale, finite, loss)
         after = self.scaler.after(before.loss_scale, finite, by_scale)
         skipped = jnp.where(by_scale, 0, skipped)
@@ -141,9 +148,9 @@ class UpdateRule:
           The updated trees; the learning rate if it is known; and `good`, available
           only after the parameters are updated.
         """
-        scale = self._scale(sums, norm)
+        factor = self._clip_factor(sums, norm)
         gradients = _as_state(
-            jax.tree.map(lambda g: g * scale, sums.gradients), self.names
+            jax.tree.map(lambda g: g * factor, sums.gradients), self.names
         )
         updates, moments = self.transform.update(
             gradients, state.opt_state.optimizer, state.trainable
@@ -182,11 +189,14 @@ class UpdateRule:
         rate = self.schedule(state.step)
         before = Trained(state.trainable, state.opt_state.optimizer, state.ema)
         gradients = _as_state(sums.gradients, self.names)
-        scalars = Scalars(self._scale(sums, norm), rate, good)
+        scalars = Scalars(self._clip_factor(sums, norm), rate, good)
         return self.layerwise.apply(before, gradients, scalars), rate, good
 
-    def _scale(self, sums: Sums, norm: jax.Array) -> jax.Array:
-        """Computes the factor that turns summed gradients into the clipped mean."""
+    def _clip_factor(self, sums: Sums, norm: jax.Array) -> jax.Array:
+        """Computes the factor that turns summed gradients into the clipped mean.
+
+        It is 1 / count, times a factor below 1 if the mean's `norm` exceeds the limit.
+        """
         count = sums.loss.count
         if not self.clip:
             return 1 / count
@@ -244,8 +254,8 @@ def build_update_rule(
     layerwise = None
     if moments_in:
         transform_of = partial(optimizer_of, optimizer, rate_of_one)
-        parts = build_parts(roles(spec.trainable, spec.names), names, transform_of)
-        layerwise = LayerwiseUpdate(parts, ema_decay, memory_kind=moments_in)
+        groups = build_groups(roles(spec.trainable, spec.names), names, transform_of)
+        layerwise = LayerwiseUpdate(groups, ema_decay, memory_kind=moments_in)
     return UpdateRule(
         transform,
         schedule=schedule,
@@ -350,7 +360,10 @@ def _stats_metrics(stats: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _count_tokens(batch: Batch, norm: jax.Array) -> jax.Array:
-    """Counts the targets that have a weight, or the samples if there are no weights.
+    """Counts the targets of positive weight, or the rows if there are no weights.
+
+    This is the metric `tokens`. It differs from `Loss.count`, the sum of the weights,
+    if weights are fractions.
 
     The count depends on the norm, which orders it. On CPU, XLA may otherwise run this
     sum over devices before or during the sums of the layers. If processes differ in
@@ -362,12 +375,14 @@ def _count_tokens(batch: Batch, norm: jax.Array) -> jax.Array:
     return samples
 
 
-def apply_stats(spec: ModelSpec, cut: Staging | None, state: State, sums: Sums) -> Tree:
+def apply_stats(
+    spec: ModelSpec, staging: Staging | None, state: State, sums: Sums
+) -> Tree:
     """Calls the model's `update(stats)` and returns the model state that it leaves.
 
     Args:
       spec: the model with flat blocks.
-      cut: the pipeline's partition of the layers; None: no pipeline.
+      staging: the pipeline's partition of the layers; None: no pipeline.
       state: the state before the update.
       sums: the step's sums, with the stats and the model state.
 
@@ -379,8 +394,10 @@ def apply_stats(spec: ModelSpec, cut: Staging | None, state: State, sums: Sums) 
     trainable = state.trainable
     model_state = sums.model_state
     frozen = state.frozen
-    if cut:
-        trainable, model_state, frozen = map(cut.flat, (trainable, model_state, frozen))
+    if staging:
+        trainable, model_state, frozen = map(
+            staging.flat, (trainable, model_state, frozen)
+        )
     model = spec.assemble(trainable, model_state, frozen)
     model.update(sums.loss.stats)
     trainable_after, after, _ = spec.arrays_of(model)
@@ -392,7 +409,7 @@ def apply_stats(spec: ModelSpec, cut: Staging | None, state: State, sums: Sums) 
         raise ConfigError(
             f"{name}.update changes parameters; keep such values in an nnx.Variable"
         )
-    return cut.staged(after) if cut else after
+    return staging.staged(after) if staging else after
 
 
 def where_finite(good: jax.Array, new: Tree, old: Tree) -> Tree:

@@ -18,8 +18,20 @@ their gradients are summed once a step.
 Gradients are those of the unpipelined model. Sources: PipeDream-Flush
 (arXiv:2006.09503), Megatron-LM (arXiv:2104.04473).
 
-Letters: p stages, v chunks, L layers of a chunk (padded), m microbatches, T ticks. E, F,
-H, B and EB are the ops of a tick, see `schedules.program`.
+Overview. `pipeline_sums` runs the region, and `_run` one stage of it. `_run` loops over
+the ticks of the compiled schedule, run by run; `_Ticks.tick` is the body of the loop.
+The values that live from tick to tick are a `Carry`. The ops of a tick are:
+  E (`_embed`): embeds a microbatch
+  F (`_forward`): applies a chunk to its input x, which gives y
+  H (`_score`): head and loss on the last stage's y; gradient of y
+  B (`_backward`): gradients of a chunk and of its input, dx, from the gradient of y, dy
+  EB (`_embed_backward`): gradient of the embedding from the first stage's dx
+`schedules.program` defines their order. The edges are all arrays outside the blocks:
+embedding, head and final norm.
+
+Letters: p stages, v chunks of a stage, L blocks of a chunk (padded), m microbatches, B
+rows of a microbatch, S sequence length, D width of the model. A letter d before a name
+is a gradient: dx, dy, dchunk, dedges.
 """
 
 import operator
@@ -43,8 +55,9 @@ from jaxdist.protocols.model import Batch, BlockOutput, Loss, with_block_sums
 from jaxdist.protocols.model_spec import Tree
 from jaxdist.protocols.param_names import Names
 
-# A row of `ScheduleRows`, and an element of `Ticks`, as scalars on the device.
+# the ops of this stage in a tick: `ScheduleRows` of scalars on the device
 Row = Any
+# the ops of all stages in a tick: `Ticks` of scalars on the device
 Tick = Any
 Value = TypeVar("Value")
 
@@ -53,7 +66,8 @@ class Carry(NamedTuple):
     """The values of a stage that live from tick to tick."""
 
     inputs: jax.Array  # [slots + 1, B, S, D] stage inputs; the last slot is trash
-    # [slots + 1, L - 1, B, S, D] inputs of a chunk's other layers or groups, if kept
+    # [slots + 1, L - 1, B, S, D] inputs of a chunk's other blocks or groups of blocks, if
+    # they are kept
     layers: jax.Array
     # [slots + 1, B, S, D] gradients with respect to stage outputs
     gradients_in: jax.Array
@@ -77,14 +91,14 @@ def pipeline_sums(
     """Computes gradient sums and loss sums over a batch.
 
     It must be traced inside `execution.activate`. Inside a region over `pipeline`
-    (`execution.region`) all arrays are the stage's part; otherwise it creates a region.
+    (`execution.region`) all arrays are the stage's shards; otherwise it creates a region.
 
     Args:
       pipeline: the pipelined computation.
       params: blocks [v, p, L, ...]; the vocabulary of the edges is split over pipeline.
       names: logical names, like params.
       batch: fields [m, B, ...].
-      key: of the step; None: deterministic.
+      key: random key of the step; None: the model is deterministic.
       scale: factor of the loss where its gradient starts, and so of the gradients.
       backward: whether to run the backward pass.
 
@@ -111,7 +125,7 @@ def _run(
     key: jax.Array | None,
     scale: jax.Array | None,
 ) -> tuple[Tree, Loss]:
-    """Runs all ticks on one stage; arrays are this stage's part."""
+    """Runs all ticks on one stage; arrays are this stage's shards."""
     stage = _Ticks(pipeline, params, names, batch, key, backward=backward, scale=scale)
     carry = stage.start()
     rows, ticks = jax.tree.map(
@@ -123,9 +137,9 @@ def _run(
     for run in pipeline.program.runs:
         if not backward and not run.some & {"embed", "forward", "head"}:
             continue
-        window = slice(run.start, run.start + run.length)
-        part = jax.tree.map(operator.itemgetter(window), (rows, ticks))
-        carry = jax.lax.scan(partial(stage.tick, run), carry, part)[0]
+        span = slice(run.start, run.start + run.length)
+        items = jax.tree.map(operator.itemgetter(span), (rows, ticks))
+        carry = jax.lax.scan(partial(stage.tick, run), carry, items)[0]
     return stage.finish(carry)
 
 
@@ -135,7 +149,7 @@ class _Ticks(Stage):
     @property
     def edges_last(self) -> bool:
         """Whether each stage has the whole edges, and only the end stages count."""
-        return self.cut.config.edges == "last"
+        return self.staging.config.edges == "last"
 
     def start(self) -> Carry:
         """Creates the carry before the first tick."""
@@ -156,7 +170,7 @@ class _Ticks(Stage):
 
         inputs = self.program.num_inputs
         gradients = self.program.num_gradients
-        kept = self.cut.kept_inputs
+        kept = self.staging.kept_inputs
         return Carry(
             inputs=slots(inputs),
             layers=slots(inputs, kept - 1) if self.keeps_layers else jnp.zeros(()),
@@ -166,7 +180,7 @@ class _Ticks(Stage):
             loss=jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), loss),
             block_aux=jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), y.aux),
             block_stats=jax.tree.map(
-                lambda s: jnp.zeros((self.cut.config.chunks, *s.shape)), y.stats
+                lambda s: jnp.zeros((self.staging.config.chunks, *s.shape)), y.stats
             ),
         )
 
@@ -174,7 +188,7 @@ class _Ticks(Stage):
         self, run: TickRun, carry: Carry, item: tuple[Row, Tick]
     ) -> tuple[Carry, None]:
         """Runs the ops of a tick, in the order that `schedules.program` defines."""
-        row, at = item
+        row, at = item  # ops of this stage, and ops of all stages
         carry, y = self._forward_ops(run, carry, row, at)
         if self.backward:
             carry = self._backward_ops(run, carry, row, at)
@@ -249,13 +263,13 @@ class _Ticks(Stage):
         return carry, y
 
     def _score(self, carry: Carry, y: jax.Array, row: Row, at: Tick) -> Carry:
-        """H: all stages score the last stage's output on their part of the vocabulary.
+        """H: all stages score the last stage's output on their share of the vocabulary.
 
         With `edges_last` each stage scores its output on the whole vocabulary, and only
         that of the last stage counts. The tick would take as long if the other stages
         waited.
         """
-        is_last = self.index == self.cut.stages - 1
+        is_last = self.index == self.staging.stages - 1
         if not self.edges_last:
             y = self.residual(
                 execution.sum_over(jnp.where(is_last, y, jnp.zeros_like(y)), AXIS)
@@ -308,7 +322,7 @@ class _Ticks(Stage):
         )
 
     def _embed_backward(self, carry: Carry, at: Tick) -> Carry:
-        """EB: all stages add the first stage's dx to their part of the table."""
+        """EB: all stages add the first stage's dx to their share of the table."""
         is_wanted = (self.index == 0) & (at.eb_mb >= 0)
         dx = jnp.where(is_wanted, carry.dx, jnp.zeros_like(carry.dx))
         if not self.edges_last:
@@ -358,7 +372,7 @@ class _Ticks(Stage):
 
     def _hop(self, x: jax.Array, by: int) -> jax.Array:
         """Sends x to the stage that is `by` places further on the ring."""
-        stages = self.cut.stages
+        stages = self.staging.stages
         ring = [(stage, (stage + by) % stages) for stage in range(stages)]
         return self.residual(jax.lax.ppermute(x, AXIS, ring))
 
@@ -412,7 +426,7 @@ class _Ticks(Stage):
         """
         # [v, p, L, ...]
         gathered = jnp.moveaxis(jax.lax.all_gather(stats, AXIS), 0, 1)
-        return gathered.reshape(-1, *stats.shape[2:])[: self.cut.num_layers]
+        return gathered.reshape(-1, *stats.shape[2:])[: self.staging.num_layers]
 
 
 def _sum_over_stages(tree: Value) -> Value:
@@ -464,9 +478,9 @@ def _cond_unless(
 
     Args:
       always: run the function without a predicate.
-      predicate: the same on all stages.
+      predicate: condition of the op, the same on all stages.
       function: runs an op.
-      carry: its argument.
+      carry: argument of the function.
     """
     if always:
         return function(carry)

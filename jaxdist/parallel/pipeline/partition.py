@@ -43,7 +43,7 @@ class PipelineConfig:
     remat: str = "layers"
 
     def microbatches_for(self, stages: int) -> int:
-        """Computes the microbatches of an accumulation step; 1 without a pipeline."""
+        """Computes the microbatches of an accumulation part; 1 without a pipeline."""
         if stages == 1:
             return 1
         return self.microbatches or 4 * stages
@@ -63,7 +63,7 @@ class Staging:
 
     @property
     def microbatches(self) -> int:
-        """The number of microbatches of an accumulation step."""
+        """The number of microbatches of an accumulation part."""
         return self.config.microbatches_for(self.stages)
 
     @property
@@ -163,13 +163,13 @@ class Staging:
         """Splits the flat blocks of a tree by stage."""
         padding = math.prod(self.dims) - self.num_layers
 
-        def cut(x: jax.Array) -> jax.Array:
+        def split(x: jax.Array) -> jax.Array:
             padded = x
             if padding:
                 padded = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
             return padded.reshape(*self.dims, *x.shape[1:])
 
-        return _map_blocks(cut, tree, lambda dims: dims[:1] == (self.num_layers,))
+        return _map_blocks(split, tree, lambda dims: dims[:1] == (self.num_layers,))
 
     def flat(self, tree: Tree) -> Tree:
         """Joins the blocks of a tree by stage to flat blocks, and drops padding."""
@@ -183,10 +183,12 @@ class Staging:
         """Returns the spec of a model, and of its frozen modules, with blocks by stage.
 
         Args:
-          spec: with flat blocks.
+          spec: the model with flat blocks.
         """
         trees = ("trainable", "frozen", "model_state")
-        cut = {tree: jax.eval_shape(self.staged, getattr(spec, tree)) for tree in trees}
+        staged = {
+            tree: jax.eval_shape(self.staged, getattr(spec, tree)) for tree in trees
+        }
         names, frozen_names = map(_with_stack, (spec.names, spec.frozen_names))
         modules = {
             name: self.for_model(module).staged_spec(module)
@@ -194,7 +196,7 @@ class Staging:
         }
         return dataclasses.replace(
             spec,
-            **cut,
+            **staged,
             names=names,
             frozen_names=frozen_names,
             stack=NAMES,
@@ -205,7 +207,7 @@ class Staging:
         """Returns the split of another model by the same pipeline.
 
         Args:
-          spec: of the other model, with flat blocks.
+          spec: the other model with flat blocks.
         """
         return dataclasses.replace(
             self,
@@ -235,7 +237,7 @@ def _map_blocks(
     """Applies a function to the leaves of blocks.
 
     Args:
-      function: of a leaf.
+      function: converts a leaf.
       tree: parameters, or state whose paths contain theirs.
       fits: selects leaves by their shape.
     """

@@ -1,6 +1,7 @@
-"""A stage's part of the model: edges, the layers of a chunk, and their gradients.
+"""A stage's share of the model: edges, the layers of a chunk, and their gradients.
 
-Letters: p stages, v chunks, L layers of a chunk (padded), m microbatches.
+Letters: p stages, v chunks of a stage, L blocks of a chunk (padded), m microbatches, B
+rows of a microbatch, S sequence length, D width of the model.
 """
 
 import math
@@ -39,7 +40,7 @@ Number = jax.Array | int
 class Pipeline(NamedTuple):
     """A pipelined computation: layers on stages, schedule, model and loss."""
 
-    cut: Staging  # the layers of each stage
+    staging: Staging  # the layers of each stage
     program: Program  # the compiled schedule
     # builds the model from its arrays; blocks are those of one chunk
     assemble: Callable[[StageParams], Any]
@@ -52,10 +53,10 @@ class Stage:
 
     Args:
       pipeline: the pipelined computation.
-      params: this stage's part of the arrays; blocks [v, 1, L, ...].
+      params: this stage's shard of the arrays; blocks [v, 1, L, ...].
       names: logical names, like params.
       batch: fields [m, B, ...].
-      key: of the step; None: deterministic.
+      key: random key of the step; None: the model is deterministic.
       backward: whether gradients are computed.
       scale: factor of the loss where its gradient starts; None: 1.
     """
@@ -71,7 +72,7 @@ class Stage:
         backward: bool,
         scale: jax.Array | None = None,
     ) -> None:
-        self.cut, self.program, self.assemble, self.score = pipeline
+        self.staging, self.program, self.assemble, self.score = pipeline
         self.names = names
         self.batch = batch
         self.key = key
@@ -79,19 +80,19 @@ class Stage:
         self.scale = scale
         self.blocks = params.blocks
         self.edges = params.edges
-        if self.cut.config.gather_once:
+        if self.staging.config.gather_once:
             self.blocks = jax.tree.map(gathered, self.blocks, names.blocks)
         self.index = jax.lax.axis_index(AXIS)
         # The forward pass keeps the inputs of all layers, and the backward pass
         # recomputes layer by layer.
-        self.keeps_layers = self.cut.remat == "layers" and backward
+        self.keeps_layers = self.staging.remat == "layers" and backward
 
     def model(self, edges: StageParams, blocks: StageParams | None = None) -> Any:
         """Assembles the model from arrays.
 
         Args:
           edges: arrays outside the blocks.
-          blocks: of one chunk, [L, ...]; None: of the first chunk.
+          blocks: blocks of one chunk, [L, ...]; None: those of the first chunk.
         """
         return self.assemble(edges.with_blocks(blocks or self.chunk(0)))
 
@@ -120,7 +121,7 @@ class Stage:
 
         Only the inputs of `first_blocks` are kept if B recomputes layer by layer.
         """
-        policy = "full" if self.cut.remat == "layers" else self.cut.remat
+        policy = "full" if self.staging.remat == "layers" else self.staging.remat
 
         def transform(block: Block) -> Block:
             return rematerialised(block, policy)
@@ -138,9 +139,9 @@ class Stage:
         """Applies a chunk to x; layers of padding pass x on.
 
         Args:
-          blocks: of the chunk, [L, ...].
+          blocks: blocks of the chunk, [L, ...].
           x: input of the chunk.
-          number: of the microbatch.
+          number: number of the microbatch.
           chunk: number of the chunk.
         """
         fields, first = self.place(number, chunk)
@@ -155,7 +156,7 @@ class Stage:
           `BlockInfo.fields`, and the global number of the layer.
         """
         model = self.model(self.edges)
-        block = (chunk * self.cut.stages + self.index) * self.cut.dims[2]
+        block = (chunk * self.staging.stages + self.index) * self.staging.dims[2]
         first = layers_before(model) + block * len(layers_of(model.blocks))
         return shared_fields(model, self.microbatch(number)), first
 
@@ -170,7 +171,7 @@ class Stage:
         """Applies consecutive layers to x.
 
         Args:
-          blocks: of these layers, [layers, ...].
+          blocks: blocks of these layers, [layers, ...].
           pattern: kinds of these layers; (): from the start of the model's pattern, as a
             chunk has them.
           x: input of the first layer.
@@ -178,14 +179,16 @@ class Stage:
           first: global number of the first layer.
         """
         model = self.model(self.edges, blocks)
-        end = layers_before(model) + self.cut.num_layers * len(layers_of(model.blocks))
-        has_padding = self.cut.num_layers < math.prod(self.cut.dims)
+        end = layers_before(model) + self.staging.num_layers * len(
+            layers_of(model.blocks)
+        )
+        has_padding = self.staging.num_layers < math.prod(self.staging.dims)
 
         def transform(block: Block) -> Block:
-            if self.cut.grouped:
-                block = rematerialised(block, self.cut.recompute.policy)
-            elif self.cut.remat != "layers":
-                block = rematerialised(block, self.cut.remat)
+            if self.staging.grouped:
+                block = rematerialised(block, self.staging.recompute.policy)
+            elif self.staging.remat != "layers":
+                block = rematerialised(block, self.staging.remat)
             return partial(masked, block) if has_padding else block
 
         def masked(
@@ -217,14 +220,14 @@ class Stage:
         ) -> tuple[jax.Array, Any]:
             blocks, pattern = self.unit(parameters, kind)
             y, aux, stats = self.layers(blocks, pattern, x, fields, layer)
-            if not self.cut.grouped:
+            if not self.staging.grouped:
                 stats = {name: sums[0] for name, sums in stats.items()}
             return y, (x, aux, stats)
 
         y, (inputs, aux, stats) = scan_layers(
             apply_item, x, items, kinds, first=first, stride=stride
         )
-        if self.cut.grouped:
+        if self.staging.grouped:
             stats = jax.tree.map(lambda sums: sums.reshape(-1, *sums.shape[2:]), stats)
         aux = jax.tree.map(lambda terms: terms.sum(0), aux)
         return BlockOutput(y, aux, stats), inputs[1:]
@@ -237,17 +240,17 @@ class Stage:
           in an item.
         """
         stack = self.model(self.edges, blocks).blocks
-        if not self.cut.grouped:
+        if not self.staging.grouped:
             return blocks, pattern_of(stack), len(layers_of(stack))
-        count = self.cut.kept_inputs
+        count = self.staging.kept_inputs
         groups = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), blocks)
-        return groups, ("",), self.cut.recompute.every
+        return groups, ("",), self.staging.recompute.every
 
     def unit(
         self, parameters: StageParams, kind: str
     ) -> tuple[StageParams, tuple[str, ...]]:
         """Returns an item of `groups` as a stack of blocks, and its kinds of layers."""
-        if self.cut.grouped:
+        if self.staging.grouped:
             return parameters, ()
         return jax.tree.map(lambda x: x[None], parameters), (kind,)
 
@@ -262,10 +265,10 @@ class Stage:
         """Computes the gradients of a chunk; recomputes its forward pass from x.
 
         Args:
-          blocks: of the chunk, [L, ...].
+          blocks: blocks of the chunk, [L, ...].
           x: input of the chunk.
-          dy: gradient of its output.
-          number: of the microbatch.
+          dy: gradient of the chunk's output.
+          number: number of the microbatch.
           chunk: number of the chunk.
 
         Returns:
@@ -293,10 +296,10 @@ class Stage:
         The layers' outputs are not needed again, so XLA drops their last matmuls.
 
         Args:
-          blocks: of the chunk, [L, ...].
-          inputs: of its layers, or groups of layers.
-          dy: gradient of its output.
-          number: of the microbatch.
+          blocks: blocks of the chunk, [L, ...].
+          inputs: inputs of the chunk's layers, or groups of layers, [L, B, S, D].
+          dy: gradient of the chunk's output.
+          number: number of the microbatch.
           chunk: number of the chunk.
         """
         fields, first = self.place(number, chunk)
@@ -310,8 +313,8 @@ class Stage:
             def apply(
                 trained: Tree, x: jax.Array
             ) -> tuple[jax.Array, dict[str, jax.Array]]:
-                part = parameters._replace(trained=trained)
-                blocks, pattern = self.unit(part, kind)
+                item = parameters._replace(trained=trained)
+                blocks, pattern = self.unit(item, kind)
                 output = self.layers(blocks, pattern, x, fields, layer)
                 return output.x, output.aux
 
@@ -327,7 +330,7 @@ class Stage:
             stride=stride,
             reverse=True,
         )
-        if self.cut.grouped:
+        if self.staging.grouped:
             dblocks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), dblocks)
         return dblocks, dx
 

@@ -44,9 +44,9 @@ def microbatch_options(
     smaller; and more chunks, which means more hops and more live inputs.
 
     Args:
-      stages: of the pipeline.
-      microbatches: in use.
-      chunks: in use.
+      stages: number of stages of the pipeline.
+      microbatches: number of microbatches in use.
+      chunks: number of chunks of a stage in use.
       choices: numbers of microbatches that the batch allows.
       layers: number of layers, which places must divide evenly.
 
@@ -104,9 +104,9 @@ def balance(
 
     Args:
       cut: layers of each place, without padding, which costs nothing here.
-      stages: of the pipeline.
-      layer_cost: of a layer.
-      edge_cost: of a stage's part of embedding and head, for all of its places.
+      stages: number of stages of the pipeline.
+      layer_cost: cost of a layer.
+      edge_cost: cost of a stage's share of embedding and head, for all of its places.
     """
     chunks = len(cut) // stages
     loads = (layer_cost * np.asarray(cut) + edge_cost / chunks).reshape(chunks, stages)

@@ -1,5 +1,10 @@
 """Compiled schedules, which the executor reads: buffer slots, rows and runs.
 
+A chunk is a group of consecutive layers on a stage, and a place is a chunk of a stage.
+Place k of the model's depth is chunk k // stages of stage k % stages. In names, `x` is
+the input of a chunk, `y` its output, `g` the gradient of its output, `mb` a microbatch,
+and `rx`, `rg` the slots that receive a hop.
+
 All stages run a tick in lockstep. Its ops have this order; an op that no stage needs is
 left out:
 
@@ -113,7 +118,7 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     """Compiles a schedule into rows, slots and runs.
 
     Args:
-      schedule: its table is checked.
+      schedule: the schedule, whose table is checked.
       max_runs: runs are split wherever the set of ops changes, if that gives at most
         this number. Otherwise they are split by forward and backward only, because
         each run is a loop body to compile.
@@ -124,21 +129,91 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     faults = check(schedule)
     if faults:
         raise ConfigError(faults)
-    stages = schedule.stages
-    # the tick of each op, [microbatches, places]
     forward, backward = _op_ticks(schedule)
+    slots = _assign_all_slots(forward, backward, schedule.stages)
+    rows = _build_rows(schedule, forward, backward, slots)
+    ticks = _build_ticks(rows, schedule.chunks, slots)
+    runs = _split_runs(ticks, _OPS)
+    if len(runs) > max_runs:
+        runs = _split_runs(ticks, ("forward", "backward"))
+    return Program(
+        schedule=schedule,
+        rows=rows,
+        ticks=ticks,
+        runs=runs,
+        num_inputs=slots.num_inputs,
+        num_gradients=slots.num_gradients,
+        live_inputs=slots.live_inputs,
+    )
+
+
+def _op_ticks(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """Looks up the ticks of forwards and of backwards, [microbatches, places] each."""
+    places = schedule.stages * schedule.chunks
+    ticks = np.zeros((2, schedule.microbatches, places), np.int64)
+    for op, (tick,) in ticks_of(schedule).items():
+        ticks[op] = tick
+    return ticks[FORWARD], ticks[BACKWARD]
+
+
+class _Slots(NamedTuple):
+    """The buffer slots of all inputs (x) and gradients (g), [microbatches, places].
+
+    A slot holds its value from the tick `x_from` or `g_from` until B of its place.
+    """
+
+    x_from: np.ndarray  # tick in which the input is in its slot for the first time
+    x_slot: np.ndarray
+    g_from: np.ndarray  # tick in which the gradient is in its slot for the first time
+    g_slot: np.ndarray
+    num_inputs: int  # input slots without trash, which is also the number of trash
+    num_gradients: int  # gradient slots without trash, also the number of trash
+    live_inputs: tuple[int, ...]  # each stage's input slots in use at the peak
+
+
+def _assign_all_slots(forward: np.ndarray, backward: np.ndarray, stages: int) -> _Slots:
+    """Assigns buffer slots to the inputs and the output gradients of all places.
+
+    Args:
+      forward: tick of each forward, [microbatches, places].
+      backward: tick of each backward.
+      stages: number of stages of the pipeline.
+    """
     # Inputs live from their arrival to B. A hop arrives after B of its tick, so it
-    # counts from the next tick.
+    # counts from the next tick. The first place embeds its input in the tick of F, and
+    # the last place has its gradient from H in the tick of F.
     x_from = np.concatenate([forward[:, :1], forward[:, :-1] + 1], axis=1)
     g_from = np.concatenate([backward[:, 1:] + 1, forward[:, -1:]], axis=1)
     x_slot, live_inputs = _assign_slots(x_from, backward, stages)
     g_slot, live_gradients = _assign_slots(g_from, backward, stages)
-    num_inputs = max(live_inputs)
-    num_gradients = max(live_gradients)
+    return _Slots(
+        x_from=x_from,
+        x_slot=x_slot,
+        g_from=g_from,
+        g_slot=g_slot,
+        num_inputs=max(live_inputs),
+        num_gradients=max(live_gradients),
+        live_inputs=live_inputs,
+    )
+
+
+def _build_rows(
+    schedule: Schedule, forward: np.ndarray, backward: np.ndarray, slots: _Slots
+) -> ScheduleRows:
+    """Builds the ops of each stage in each tick.
+
+    Args:
+      schedule: the schedule.
+      forward: tick of each forward, [microbatches, places].
+      backward: tick of each backward.
+      slots: slots of all inputs and gradients.
+    """
     indices = np.indices(forward.shape)
     microbatch = np.asarray(indices[0])
     place = np.asarray(indices[1])
-    chunk_of, stage_of = np.divmod(place, stages)
+    chunk_of, stage_of = np.divmod(place, schedule.stages)
+    no_input = slots.num_inputs  # the trash slots
+    no_gradient = slots.num_gradients
 
     def row(
         value: np.ndarray, empty: int, tick: np.ndarray, places: slice
@@ -151,23 +226,35 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
     every = slice(None)
     first = slice(0, 1)
     last = slice(-1, None)
-    rows = ScheduleRows(
-        rg=row(g_slot, num_gradients, g_from, slice(-1)),
-        e_x=row(x_slot, num_inputs, forward, first),
+    return ScheduleRows(
+        rg=row(slots.g_slot, no_gradient, slots.g_from, slice(-1)),
+        e_x=row(slots.x_slot, no_input, forward, first),
         f_mb=row(microbatch, -1, forward, every),
         f_chunk=row(chunk_of, 0, forward, every),
-        f_x=row(x_slot, num_inputs, forward, every),
-        h_g=row(g_slot, num_gradients, forward, last),
+        f_x=row(slots.x_slot, no_input, forward, every),
+        h_g=row(slots.g_slot, no_gradient, forward, last),
         b_mb=row(microbatch, -1, backward, every),
         b_chunk=row(chunk_of, 0, backward, every),
-        b_x=row(x_slot, num_inputs, backward, every),
-        b_g=row(g_slot, num_gradients, backward, every),
-        rx=row(x_slot, num_inputs, x_from - 1, slice(1, None)),
+        b_x=row(slots.x_slot, no_input, backward, every),
+        b_g=row(slots.g_slot, no_gradient, backward, every),
+        rx=row(slots.x_slot, no_input, slots.x_from - 1, slice(1, None)),
     )
-    e_mb = row(microbatch, -1, forward, first).max(axis=1)
-    h_mb = row(microbatch, -1, forward, last).max(axis=1)
-    eb_mb = row(microbatch, -1, backward, first).max(axis=1)
-    ticks = Ticks(
+
+
+def _build_ticks(rows: ScheduleRows, chunks: int, slots: _Slots) -> Ticks:
+    """Builds the ops that are the same on all stages.
+
+    E and EB belong to chunk 0 of the first stage, H to the last chunk of the last stage.
+
+    Args:
+      rows: the ops of each stage.
+      chunks: number of chunks of each stage.
+      slots: slots of all inputs and gradients.
+    """
+    e_mb = np.where(rows.f_chunk[:, 0] == 0, rows.f_mb[:, 0], -1)
+    h_mb = np.where(rows.f_chunk[:, -1] == chunks - 1, rows.f_mb[:, -1], -1)
+    eb_mb = np.where(rows.b_chunk[:, 0] == 0, rows.b_mb[:, 0], -1)
+    return Ticks(
         e_mb=e_mb,
         h_mb=h_mb,
         eb_mb=eb_mb,
@@ -176,30 +263,9 @@ def compile_schedule(schedule: Schedule, *, max_runs: int = 8) -> Program:
         any_head=h_mb >= 0,
         any_backward=np.any(rows.b_mb >= 0, axis=1),
         any_embed_backward=eb_mb >= 0,
-        any_hop=np.any(rows.rx != num_inputs, axis=1),
-        any_gradient_hop=np.any(rows.rg != num_gradients, axis=1),
+        any_hop=np.any(rows.rx != slots.num_inputs, axis=1),
+        any_gradient_hop=np.any(rows.rg != slots.num_gradients, axis=1),
     )
-    runs = _split_runs(ticks, _OPS)
-    if len(runs) > max_runs:
-        runs = _split_runs(ticks, ("forward", "backward"))
-    return Program(
-        schedule=schedule,
-        rows=rows,
-        ticks=ticks,
-        runs=runs,
-        num_inputs=num_inputs,
-        num_gradients=num_gradients,
-        live_inputs=live_inputs,
-    )
-
-
-def _op_ticks(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Looks up the ticks of forwards and of backwards, [microbatches, places] each."""
-    places = schedule.stages * schedule.chunks
-    ticks = np.zeros((2, schedule.microbatches, places), np.int64)
-    for op, (tick,) in ticks_of(schedule).items():
-        ticks[op] = tick
-    return ticks[FORWARD], ticks[BACKWARD]
 
 
 def _assign_slots(
@@ -213,7 +279,7 @@ def _assign_slots(
     Args:
       start: first tick of each value, [microbatches, places].
       end: last tick of each value.
-      stages: of the pipeline.
+      stages: number of stages of the pipeline.
 
     Returns:
       The slot of each value, and the number of slots on each stage.

@@ -28,7 +28,7 @@ class Costs:
     `last` every stage takes the whole time, because all wait for the stage that counts.
     """
 
-    # of all chunks of a stage together, or of each chunk [stages, chunks]
+    # forward pass of all chunks of a stage, or of each chunk [stages, chunks]
     forward: ArrayLike = 1.0
     backward: ArrayLike = 2.0  # like `forward`, with recomputation
     embed: float = 0.0
@@ -58,7 +58,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """Simulates a schedule.
 
     Args:
-      schedule: its table is checked.
+      schedule: the schedule, whose table is checked.
       costs: None: forward 1, backward 2.
 
     Raises:
@@ -91,9 +91,9 @@ def _phases(
 
     Args:
       program: the compiled schedule.
-      costs: of edges and hops.
-      forward: costs of chunks, [stages, chunks].
-      backward: like forward.
+      costs: costs of edges and hops.
+      forward: costs of the chunks' forward passes, [stages, chunks].
+      backward: costs of the chunks' backward passes, [stages, chunks].
     """
     rows = program.rows
     ticks = program.ticks
@@ -136,9 +136,9 @@ def draw_svg(
     paler, and idle time grey.
 
     Args:
-      schedule: its table is checked.
+      schedule: the schedule, whose table is checked.
       costs: see `simulate`.
-      width: in pixels.
+      width: width of the drawing in pixels.
 
     Raises:
       ConfigError: the table is not valid.

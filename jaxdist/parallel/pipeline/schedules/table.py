@@ -111,9 +111,9 @@ def build_schedule(
 
     Args:
       name: key of `SCHEDULES`, or path of a file (`*.json`).
-      stages: of the pipeline.
-      microbatches: of an accumulation step.
-      chunks: of each stage.
+      stages: number of stages of the pipeline.
+      microbatches: number of microbatches of an accumulation part.
+      chunks: number of chunks of each stage.
 
     Raises:
       ConfigError: all faults of the numbers, by their config keys, or of the file.
@@ -162,7 +162,7 @@ def _read_schedule(path: Path, sizes: dict[str, int]) -> Schedule:
     """Reads a schedule from a file.
 
     Args:
-      path: of the file.
+      path: path of the file.
       sizes: stages, microbatches and chunks of the configuration.
 
     Raises:
