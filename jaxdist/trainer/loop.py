@@ -220,7 +220,7 @@ class Trainer:
             # Only `_between_steps` shows whether the run stops early. So the last step
             # has two views, and both may call, evaluate and save. Three places skip
             # what the first view has done: `Hook._called_at` (callbacks.py),
-            # `_evaluated_at` (here) and `CheckpointManager._last_step`
+            # `_evaluated_at` (here) and `CheckpointManager._last_begun`
             # (checkpoint/manager.py). Other callbacks with `steps` > 0 are called
             # twice.
             self._after_last_step(self._view(number, state, metrics, last=True))

@@ -78,7 +78,7 @@ def test_what_was_copied_there_is_read(tmp_path):
 @pytest.mark.parametrize("text", [ODD, "\ud800"])
 def test_prompts_are_text(text, capsys):
     with pytest.raises(ConfigError, match="the prompt .* is not UTF-8 text"):
-        trained_run._text(text)
+        trained_run._checked_text(text)
     (fault,) = refused(
         capsys, "--config", "quickstart", f"--config.train.sample_prompt={text}"
     )

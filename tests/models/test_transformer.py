@@ -71,9 +71,9 @@ def test_gradients_reach_every_parameter(name):
         if name == "gpt2" and "key_bias" in jax.tree_util.keystr(path):
             assert size < 1e-4
         else:
-            name = jax.tree_util.keystr(path)
-            assert np.isfinite(size), name
-            assert size > 1e-6, name
+            leaf_name = jax.tree_util.keystr(path)
+            assert np.isfinite(size), leaf_name
+            assert size > 1e-6, leaf_name
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma-like"])

@@ -125,7 +125,7 @@ def test_a_frozen_module_counts_a_forward_pass(run):
     assert meter.causal_flops_per_token == both["causal"]
     target = targets.parse("h100:1")
     works = [Work(composition, target) for composition in compositions]
-    more = works[1].products_s("none", 1) - works[0].products_s("none", 1)
+    more = works[1].matmuls_s("none", 1) - works[0].matmuls_s("none", 1)
     assert more == pytest.approx(tokens * alone["causal"] / 3 / works[0].peak, rel=1e-6)
     assert works[1].in_modules == compositions[1].spec.parameter_count
     counts = step_lines.counts(compositions[1])
