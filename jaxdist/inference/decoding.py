@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config import ConfigError, schema
 from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt
 from jaxdist.inference.weights import Weights, laid_out
+from jaxdist.models.cache import Cache
 from jaxdist.parallel import execution
 from jaxdist.parallel.axes import SEQUENCE_AXES
 from jaxdist.parallel.sharding import Rules
@@ -192,6 +193,27 @@ class _Carry(NamedTuple):
     done_B: jax.Array  # bool: whether the row has ended
 
 
+def _check_slots(cache: Any, capacity: int) -> None:
+    """Checks that a decoder's cache has a slot for each token.
+
+    The generator pads prompts and sets the length of the cache back. A slot is then
+    overwritten, but a state that sums up tokens would keep the padding.
+
+    Raises:
+      ConfigError: a mixer keeps a state instead of slots.
+    """
+    if not isinstance(cache, Cache):
+        return
+    for stack, layers in cache.stacks.items():
+        for array in jax.tree.leaves(layers):
+            if array.ndim < 3 or array.shape[2] != capacity:
+                raise ConfigError(
+                    f"{stack}: a mixer of model.layer_pattern keeps an array {array.shape} instead of a slot for each of "
+                    f"{capacity} tokens. Generation sets the cache back behind padded prompts, which a state cannot do. "
+                    f"Score texts in place of generating them, or give the mixer a cache of slots."
+                )
+
+
 def _generate(
     model: Any,
     prompts_BP: jax.Array,
@@ -213,6 +235,7 @@ def _generate(
     # All tokens of a prompt but its last go into the cache at once. Their logits are not
     # used, so XLA does not compute them.
     cache = model.init_cache(B, capacity)
+    _check_slots(cache, capacity)
     if hasattr(model, "prefill") and prompts_BP.shape[1] >= _MIN_PREFILL:
         cache = model.prefill(prompts_BP, cache)
     else:

@@ -149,12 +149,13 @@ class Mixer(Part):
         Args:
           depth: number of layers in the stack, L.
           batch_size: number of sequences, B.
-          length: slots of each sequence, one per token, S.
-          dtype: of keys and values.
+          length: slots of each sequence, one per token, S. A state ignores it.
+          dtype: dtype of activations. A state that sums up tokens may be float32.
 
         Returns:
           Arrays laid out over devices: [L, B, S, K, N] if each token has a slot,
-          otherwise [L, B, ...].
+          otherwise a state [L, B, ...]. `inference.decoding` refuses a state, because it
+          sets caches back behind padded prompts.
         """
         raise NotImplementedError
 

@@ -182,7 +182,7 @@ def test_an_ending_belongs_to_one_source():
 @pytest.mark.parametrize("name", ["jsonl", "bin", "parquet"])
 def test_a_folder_gives_the_files_with_its_source_s_endings(name, tmp_path):
     own = {f"rows{ending}" for ending in SOURCES[name].endings}
-    others = {"rows.txt", "rows.txt.gz", "rows.tar.gz", "rows.csv", f".{min(own)}"}
+    others = {"rows.txt", "rows.txt.gz", "rows.tar.gz", "rows.other", f".{min(own)}"}
     for file in own | others:
         (tmp_path / file).write_text("x")
     files = find_files(DataConfig(source=name, path=str(tmp_path)))

@@ -11,6 +11,7 @@ from jaxdist.config import ConfigError
 from jaxdist.config.schema import faults
 from jaxdist.inference import decoding
 from jaxdist.inference.decoding import SamplingConfig
+from jaxdist.models.attention import Attention
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.parallel import sharding
 from jaxdist.parallel.mesh import MeshConfig, build_mesh, resolve_mesh
@@ -127,6 +128,22 @@ def test_greedy_generation_is_the_argmax_loop(variant):
         assert generation.tokens.tolist() == naive_greedy(variant, prompt, 7)
         assert not generation.ended
     assert len({tuple(g.tokens) for g in found}) == 3
+
+
+def test_a_mixer_that_keeps_a_state_is_refused(monkeypatch):
+    """The state would hold the padding of the shorter prompt."""
+
+    def init_state(self, depth, batch_size, length, dtype):
+        return jnp.zeros((depth, batch_size, 4, 8, 8), dtype)
+
+    variant = "rotary, grouped heads, qk norm"
+    generate = generator(variant)
+    assert len(generate(PROMPTS, max_tokens=2, sampling=GREEDY)) == len(PROMPTS)
+    monkeypatch.setattr(Attention, "init_cache", init_state)
+    generator.cache_clear()
+    with pytest.raises(ConfigError, match="instead of a slot for each of 32 tokens"):
+        generator(variant)(PROMPTS, max_tokens=2, sampling=GREEDY)
+    generator.cache_clear()
 
 
 def test_the_end_token_ends_a_row_alone():
