@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("float32", "bfloat16"),
         help="dtype of the written weights "
-        "(default: huggingface: that of the run; jaxdist: float32)",
+        "(default: huggingface: that of the run; jaxdist: float32; adapters: always float32)",
     )
     add(
         "--max-shard-gb",

@@ -44,10 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
         raise ConfigError(
             f"--expert-load={flags.expert_load:g}: the model has no experts; leave it out"
         )
-    if folder:
-        _make_workdir(
-            folder
-        )  # first, so that a folder that cannot be written costs little
     question = Question(
         run,
         target,
@@ -57,6 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
         calibration_file=flags.calibration,
     )
     console = Console(quiet=flags.json, width=None if sys.stdout.isatty() else 120)
+    if folder:
+        # Before the compilers run, so that a folder that cannot be written costs little.
+        _make_workdir(folder)
     with _progress() as say:
         answer = question.answer(base=_config_words(arguments or sys.argv), say=say)
     assumptions = restarts.Assumptions(

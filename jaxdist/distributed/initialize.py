@@ -46,17 +46,13 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> str | None:
     skip_absent_tpu(environ)
     folder = compile_cache_folder(environ)
     if folder:
-        _set_option("jax_compilation_cache_dir", str(folder))
-        _set_option("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     lines = [f"flags: {name}={value}" for name, value in changed.items()] + lines
     joined = join_processes(environ)
     if joined:
         lines.append(joined)
     return "\n".join(lines) or None
-
-
-def _set_option(name: str, value: object) -> None:
-    jax.config.update(name, value)
 
 
 def skip_absent_tpu(environ: Mapping[str, str]) -> None:
@@ -66,7 +62,7 @@ def skip_absent_tpu(environ: Mapping[str, str]) -> None:
     """
     is_cpu = flags.detect_platform(environ) == "cpu"
     if is_cpu and "JAX_PLATFORMS" not in environ and find_spec("libtpu"):
-        _set_option("jax_platforms", "cpu")
+        jax.config.update("jax_platforms", "cpu")
 
 
 def add_threads(environ: MutableMapping[str, str]) -> None:
@@ -113,7 +109,7 @@ def join_processes(environ: MutableMapping[str, str] = os.environ) -> str | None
         return None
     # `trainer.preemption` does more; jax's service would take SIGTERM from every other
     # handler.
-    _set_option("jax_enable_preemption_service", False)
+    jax.config.update("jax_enable_preemption_service", False)
     _bypass_proxies(environ)
     group = _find_group(environ)
     if group:

@@ -193,25 +193,28 @@ class _Carry(NamedTuple):
     done_B: jax.Array  # bool: whether the row has ended
 
 
-def _check_slots(cache: Any, capacity: int) -> None:
+def _check_slots(model: Any, cache: Any, capacity: int) -> None:
     """Checks that a decoder's cache has a slot for each token.
 
     The generator pads prompts and sets the length of the cache back. A slot is then
-    overwritten, but a state that sums up tokens would keep the padding.
+    overwritten, but a state that sums up tokens would keep the padding. A cache of one
+    slot more shows which arrays have slots.
 
     Raises:
       ConfigError: a mixer keeps a state instead of slots.
     """
     if not isinstance(cache, Cache):
         return
-    for stack, layers in cache.stacks.items():
-        for array in jax.tree.leaves(layers):
-            if array.ndim < 3 or array.shape[2] != capacity:
-                raise ConfigError(
-                    f"{stack}: a mixer of model.layer_pattern keeps an array {array.shape} instead of a slot for each of "
-                    f"{capacity} tokens. Generation sets the cache back behind padded prompts, which a state cannot do. "
-                    f"Score texts in place of generating them, or give the mixer a cache of slots."
-                )
+    batch_size = len(cache.length)
+    longer = jax.eval_shape(lambda: model.init_cache(batch_size, capacity + 1))
+    arrays = jax.tree.leaves(cache.stacks)
+    for array, more in zip(arrays, jax.tree.leaves(longer.stacks), strict=True):
+        if array.shape == more.shape:
+            raise ConfigError(
+                f"a mixer of model.layer_pattern keeps an array {array.shape} in place of a slot for each token. "
+                f"Generation pads prompts and sets the cache back behind them, which only slots allow. "
+                f"Score texts instead, or give the mixer a cache of slots."
+            )
 
 
 def _generate(
@@ -235,7 +238,7 @@ def _generate(
     # All tokens of a prompt but its last go into the cache at once. Their logits are not
     # used, so XLA does not compute them.
     cache = model.init_cache(B, capacity)
-    _check_slots(cache, capacity)
+    _check_slots(model, cache, capacity)
     if hasattr(model, "prefill") and prompts_BP.shape[1] >= _MIN_PREFILL:
         cache = model.prefill(prompts_BP, cache)
     else:

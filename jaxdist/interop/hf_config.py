@@ -81,7 +81,7 @@ def _absence(folder: Path | str) -> str:
         # "models/NAME" is a local path and not a name on the hub
         name = "OWNER/MODEL" if owner == "models" else folder
         return (
-            f"{folder}: no such folder. jaxdist downloads nothing. For a model of the Hugging Face hub, "
+            f"{folder}: no such folder. jaxdist downloads no models. For a model of the Hugging Face hub, "
             f"run hf download {name} --local-dir models/{Path(folder).name}, then give that folder"
         )
     return f"{folder}: no {CONFIG} there; give a folder that save_pretrained wrote"

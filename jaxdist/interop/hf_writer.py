@@ -52,9 +52,11 @@ class CheckpointWeights:
         folder = folders.as_path(folder)
         reasons = dict[int, str]()
         run = integrity.identity(folder, create=False)
-        candidates: Iterable[int] = [step] if step is not None else ()
+        candidates: Iterable[int]
         if step is None:
             candidates = folders.newest_first(folder, folders.all_steps)
+        else:
+            candidates = [step]
         for candidate in candidates:
             try:
                 self.manifest = integrity.check(folder, candidate, run=run)

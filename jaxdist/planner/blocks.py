@@ -17,7 +17,6 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxdist.parallel import execution, remat
 from jaxdist.planner.observed import LANES
-from jaxdist.planner.state import abstract_array
 from jaxdist.protocols.model import BlockInfo, apply_block, shared_fields
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
 from jaxdist.protocols.param_names import EXPERTS, Names, has_experts
@@ -185,11 +184,14 @@ def _jaxprs(
     """
     model = _with_single_block(spec, dims)
     graph, stacked = nnx.split(model.blocks)
-    parameters = jax.tree.map(lambda a: abstract_array(a.shape[1:], a.dtype), stacked)
+    parameters = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked
+    )
     batch = compose.batch_shapes(run, 1)
     if run.data.is_text:
         batch = jax.tree.map(
-            lambda x: abstract_array((1, *[length] * (x.ndim - 1)), x.dtype), batch
+            lambda x: jax.ShapeDtypeStruct((1, *[length] * (x.ndim - 1)), x.dtype),
+            batch,
         )
 
     def block(parameters: Any, x: jax.Array, fields: Any) -> jax.Array:
@@ -222,7 +224,7 @@ def _with_single_block(spec: ModelSpec, dims: Sequence[Sequence[int]]) -> Any:
     blocks = [tree.get("blocks", {}) for tree in trees]
     dtypes = [stored_dtype(x, "float32") for x in jax.tree.leaves(blocks)]
     leaves = [
-        abstract_array((1, *parameter_dims), dtype)
+        jax.ShapeDtypeStruct((1, *parameter_dims), dtype)
         for parameter_dims, dtype in zip(dims, dtypes, strict=True)
     ]
     stacks = jax.tree.unflatten(jax.tree.structure(blocks), leaves)

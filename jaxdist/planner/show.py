@@ -188,7 +188,7 @@ def _memory(memory: Json) -> Iterator[RenderableType]:
     rows = (
         ("peak", peak, difference),
         ("arguments", memory["argument_bytes"], "state and batch"),
-        ("temporaries", memory["temp_bytes"], "a sum over time, more than the peak"),
+        ("temporaries", memory["temp_bytes"], "if all were alive at once"),
         ("donated", memory["alias_bytes"], "the state, updated in place"),
         ("host memory", memory["host_bytes"], "offloaded"),
         ("usable", capacity, ""),

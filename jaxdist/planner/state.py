@@ -54,7 +54,9 @@ def held_state(composition: Composition, platform: str) -> Components:
     average_bytes = 0
     average_on_host = 0
     if run.train.ema_decay:
-        copies = [abstract_array(x.shape, "float32") for x in jax.tree.leaves(tree)]
+        copies = [
+            jax.ShapeDtypeStruct(x.shape, "float32") for x in jax.tree.leaves(tree)
+        ]
         average_bytes, average_on_host = _split(
             _leaf_bytes(rules, copies, rows), offloaded.ema
         )
@@ -132,11 +134,6 @@ def shard_size(rules: Rules, sharding: P, dims: Sequence[int]) -> int:
     return math.prod(rules.shard_dims(sharding, dims))
 
 
-def abstract_array(dims: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Makes the shape of an array without its values."""
-    return jax.ShapeDtypeStruct(dims, dtype)
-
-
 # cached by content, because a search needs each of them some thousand times
 _states: dict[str, Any] = {}
 
@@ -150,7 +147,7 @@ def _moments(composition: Composition, spec: ModelSpec) -> Any:
     """
     run = composition.config
     stored = jax.tree.map(
-        lambda x: abstract_array(x.shape, run.precision.params), spec.trainable
+        lambda x: jax.ShapeDtypeStruct(x.shape, run.precision.params), spec.trainable
     )
     shapes = [
         (path, x.shape, names) for path, (x, names) in spec.named_trainable().items()

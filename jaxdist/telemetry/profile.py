@@ -68,10 +68,10 @@ class ProfileWindow:
           The table at the end of the trace, else None.
         """
         if self._is_running and finished >= self._end:
-            _wait(outputs)
+            jax.block_until_ready(outputs)
             return self.close()
         if self._is_due and self._begin <= finished < self._end:
-            _wait(outputs)
+            jax.block_until_ready(outputs)
             options = jax.profiler.ProfileOptions()
             # Python frames slow the steps down and enlarge the trace
             options.python_tracer_level = 0
@@ -93,10 +93,6 @@ class ProfileWindow:
         ops = top_ops(self._folder)
         _write_table(self._folder, ops)
         return ops
-
-
-def _wait(outputs: object) -> None:
-    jax.block_until_ready(outputs)
 
 
 def top_ops(folder: Path) -> list[OpTime]:

@@ -22,6 +22,7 @@ from jaxdist.data.packing import PackedDocuments, Windows, best_fit, plan_packin
 from jaxdist.data.shuffle import Mixture, order_key, permute
 from jaxdist.data.splits import split
 from jaxdist.data.token_files import TokenFile, TokenStore, group_of
+from jaxdist.data.tokenizer import Tokenizer
 
 LENGTH_S = 16
 
@@ -483,6 +484,7 @@ class Bpe(NamedTuple):
     workdir: Path
     options: DataConfig
     dataset: Dataset
+    saved: Tokenizer  # read back from the run
     lines: list[str]
 
 
@@ -503,21 +505,22 @@ def bpe(tmp_path_factory):
     dataset = open_dataset(
         options, sequence_length=64, folder=workdir, log=lines.append
     )
-    return Bpe(texts, workdir, options, dataset, lines)
+    saved = load_tokenizer("bpe:300", folder=workdir, special_tokens="text")
+    return Bpe(texts, workdir, options, dataset, saved, lines)
 
 
 def test_bpe_is_trained_once_and_saved_with_the_run(bpe):
     later: list[str] = []
     open_dataset(bpe.options, sequence_length=64, log=later.append)
-    saved = load_tokenizer("bpe:300", folder=bpe.workdir, special_tokens="text")
 
     assert any("training a byte-level BPE" in line for line in bpe.lines)
     assert not any("training a" in line for line in later)
-    assert saved.fingerprint == bpe.dataset.tokenizer.fingerprint
+    assert bpe.saved.fingerprint == bpe.dataset.tokenizer.fingerprint
 
 
 def test_bpe_round_trips_text_that_spells_a_special_token(bpe):
-    tokenizer, text = bpe.dataset.tokenizer, "aaaa <|endoftext|> naïve 文"
+    tokenizer = bpe.saved
+    text = "aaaa <|endoftext|> naïve 文"
     tokens = tokenizer.encode(text)
     assert tokenizer.decode(tokens) == text
     assert tokenizer.end_of_document is not None
@@ -525,7 +528,7 @@ def test_bpe_round_trips_text_that_spells_a_special_token(bpe):
 
 
 def test_the_end_of_a_bpe_document_is_learned_and_never_read(bpe):
-    end = bpe.dataset.tokenizer.end_of_document
+    end = bpe.saved.end_of_document
     batch = bpe.dataset.validation_batch(0, 100)
     is_scored = batch["weights"] > 0
     assert np.any(batch["targets"][is_scored] == end)

@@ -179,8 +179,9 @@ def test_the_log_counts_the_tokens_that_truncation_leaves_out(
     (truncated_line,) = (line for line in truncated_lines if documents in line)
 
     assert "longer than 17 tokens and split, and go on in other rows" in split_line
-    left_out = int(re.search(r"(\d+) of \d+ tokens are left out", truncated_line)[1])
-    assert left_out > 0
+    counts = re.search(r"(\d+) of (\d+) tokens are left out", truncated_line)
+    left_out, total = (int(number) for number in counts.groups())
+    assert 0 < left_out < total
     assert count(split) - count(truncated) == left_out
 
 

@@ -14,6 +14,7 @@ from jaxdist.evaluation import loading
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.trainer import exit_code
 from support.inference import (  # noqa: F401  pytest finds the fixtures here
+    WORDS,
     alone_fixture,
     command_fixture,
     here_fixture,
@@ -21,21 +22,6 @@ from support.inference import (  # noqa: F401  pytest finds the fixtures here
     trained_fixture,
 )
 
-WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "while",
-    "two",
-    "dogs",
-    "ran",
-    "past",
-    "old",
-    "trees",
-]
 LENGTH_S = 32
 # tokens of documents
 SIZES = (1, 2, 20, LENGTH_S, LENGTH_S + 1, LENGTH_S + 2, 3 * LENGTH_S + 1, 201)

@@ -551,6 +551,7 @@ def test_a_script_that_does_not_join_its_processes_is_refused_with_78(tmp_path):
         },
         capture_output=True,
         text=True,
+        timeout=120,
         check=False,
     )
     assert "one of 2 processes of jaxdist launch, but not joined" in done.stderr
@@ -600,32 +601,27 @@ LATER = f"signal.signal(signal.SIGUSR2, lambda *_: ({OWN}, {KILL}))"
 
 
 @pytest.mark.parametrize(
-    ("fault", "join", "words"),
+    ("fault", "join"),
     [
-        pytest.param(KILL, f"{OWN}; jaxdist.join()", "heard", marks=pytest.mark.slow),
-        pytest.param(
-            "pass",
-            f"{OWN}; jaxdist.join(); {KILL}",
-            "nothing is unsaved",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(KILL, f"{OWN}; jaxdist.join()", marks=pytest.mark.slow),
+        pytest.param("pass", f"{OWN}; jaxdist.join(); {KILL}", marks=pytest.mark.slow),
         # Set by the main thread during the run, and needed before the next step could
         # notice.
         (
             KILL.replace("TERM", "USR2"),
             f"{LATER}; jaxdist.join()",
-            "heard",
         ),
     ],
 )
 def test_a_scripts_own_handler_is_called_and_the_run_stops(
-    launched_script, fault, join, words
+    launched_script, fault, join
 ):
     done, _ = launched_script(fault, join)
     assert done.returncode == 75, done.stdout
-    assert "came to" not in done.stdout
-    assert "heard" in done.stdout
-    assert words in done.stdout
+    assert "came to" not in done.stdout, done.stdout
+    assert "heard" in done.stdout, done.stdout
+    if fault == "pass":  # it came before the first step
+        assert "nothing is unsaved" in done.stdout, done.stdout
 
 
 # --- what is shown --------------------------------------------------------------------

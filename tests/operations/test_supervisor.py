@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxdist.config import ConfigError
@@ -941,7 +941,8 @@ def test_a_layout_of_the_same_size_is_kept(refit):
 
 @given(refits())
 def test_a_refitted_layout_uses_all_devices_and_shrinks_axes_by_whole_factors(refit):
-    assume(refit.after is not None)
+    if refit.after is None:
+        return
     assert full_size(refit.after) == refit.devices
     for axis in set(AXES) - {"data"}:
         assert refit.before.axes[axis] % refit.after.axes[axis] == 0
@@ -949,7 +950,8 @@ def test_a_refitted_layout_uses_all_devices_and_shrinks_axes_by_whole_factors(re
 
 @given(refits())
 def test_a_refitted_layout_keeps_the_batch_and_a_devices_share(refit):
-    assume(refit.after is not None)
+    if refit.after is None:
+        return
     rows = refit.rows_of_a_part(refit.after)
     assert rows.is_integer()
     assert rows <= refit.rows_of_a_part(refit.before)
@@ -957,8 +959,8 @@ def test_a_refitted_layout_keeps_the_batch_and_a_devices_share(refit):
 
 @given(refits())
 def test_a_refitted_layout_accumulates_no_more_than_it_must(refit):
-    assume(refit.after is not None)
-    assume(refit.devices != full_size(refit.before))
+    if refit.after is None or refit.devices == full_size(refit.before):
+        return
     for accumulation in range(1, refit.after.accumulation):
         fewer = dataclasses.replace(refit.after, accumulation=accumulation)
         rows = refit.rows_of_a_part(fewer)

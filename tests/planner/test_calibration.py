@@ -171,6 +171,7 @@ def test_times_of_other_hardware_are_refused_before_anything_compiles(
     fault = f"measured on {hardware}, the plan is for cpu:2"
     with pytest.raises(ConfigError, match=fault):
         plan.main(command)
+    assert exit_code.exit_code(lambda: plan.main(command)) == 78
 
 
 def test_a_search_takes_no_measured_times(tmp_path, nothing_compiles):
@@ -276,11 +277,15 @@ def exposed_s(plan: Plan) -> float:
     return plan.time.waterfall["exposed communication"]
 
 
-def test_a_measured_collective_takes_its_groups_latency_and_rate(stored):
-    lines = {
+def a_line_of_its_own_for_each(groups):
+    return {
         group: (1e-5 * (place + 1), 1e9 * (place + 2))
-        for place, group in enumerate(stored.groups)
+        for place, group in enumerate(groups)
     }
+
+
+def test_a_measured_collective_takes_its_groups_latency_and_rate(stored):
+    lines = a_line_of_its_own_for_each(stored.groups)
     measured = stored.with_times(lines)
 
     datasheet = stored.by_datasheet.collectives
@@ -292,7 +297,8 @@ def test_a_measured_collective_takes_its_groups_latency_and_rate(stored):
 
 
 def test_measured_time_is_either_hidden_or_exposed_and_compute_stays(stored):
-    datasheet, measured = stored.by_datasheet, stored.with_one_line(1e-5, 1e9)
+    datasheet = stored.by_datasheet
+    measured = stored.with_times(a_line_of_its_own_for_each(stored.groups))
 
     communication_s = sum(c.step_s for c in measured.collectives)
     assert exposed_s(measured) + measured.time.hidden_s == pytest.approx(

@@ -14,28 +14,29 @@ from jaxdist.trainer.run_config import default_config, from_config
 STEPS = 4
 TOP = SamplingConfig(temperature=0.7, top_k=40)
 
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "while",
+    "two",
+    "dogs",
+    "ran",
+    "past",
+    "old",
+    "trees",
+]
+
 
 def tiny_config(folder):
     """Returns a run that averages its weights, on eight devices, with text of
     its own.
     """
-    words = [
-        "the",
-        "cat",
-        "sat",
-        "on",
-        "a",
-        "mat",
-        "while",
-        "two",
-        "dogs",
-        "ran",
-        "past",
-        "old",
-        "trees",
-    ]
     for name, seed in (("train", 0), ("held", 1)):
-        text = " ".join(random.Random(seed).choices(words, k=600))
+        text = " ".join(random.Random(seed).choices(WORDS, k=600))
         (folder / f"{name}.txt").write_text(text)
     config = default_config()
     config.update_from_flattened_dict(
