@@ -214,7 +214,7 @@ def none_intact(folder: Path, failures: Mapping[int, str]) -> CheckpointError:
     """
     if not failures:
         aside = quarantine_folder(folder)
-        hint = f"; {aside} holds the untrusted ones" if aside.is_dir() else ""
+        hint = f"; {aside} holds steps that were set aside" if aside.is_dir() else ""
         return CheckpointError(f"there is no checkpoint in {folder}{hint}")
     tried = "\n".join(f"  step {step}: {reason}" for step, reason in failures.items())
     return CheckpointError(

@@ -331,9 +331,10 @@ def _shown(steps: Mapping[str, Sequence[int]]) -> str:
 
 
 def newest_metadata(folder: Path, run: str | None) -> dict[str, Any]:
-    """Reads the metadata of the newest intact step of a run; {} without any.
+    """Reads the metadata of a run's newest sealed step, if the metadata is unchanged.
 
-    Files other than the metadata are not hashed, so the step may still be damaged.
+    A step with changed metadata is skipped; without any other, the result is {}. Other
+    files are not hashed, so the step may still be damaged.
     """
     for step in folders.newest_first(folder):
         with contextlib.suppress(CheckpointError, OSError):

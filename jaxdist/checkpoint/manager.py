@@ -325,10 +325,10 @@ class CheckpointManager:
         if jax.process_index() == 0:
             room = self._wait_for_room(step, num_bytes, wait=wait)
         owns_folder, obstacle = coordination.broadcast(room)
+        # All processes meet here. The first one hosts the answer and must not end
+        # before all have read it; nor may a save begin before the last one's round ends.
+        coordination.barrier()
         if not owns_folder:
-            # The first process hosts the answers: it must not end before all have read
-            # them.
-            coordination.barrier()
             raise NotOwner(self._taken())
         if not obstacle:
             # The previous save has ended on process 0, but perhaps not on this one.
@@ -434,9 +434,8 @@ class CheckpointManager:
             if path not in text:  # errors of write and fsync name no file
                 text += f" ({path})"
             problem = CheckpointError(f"step {step} was not saved: {text}")
-            self._last_begun = (
-                None  # a save at the end of the run tries this step again
-            )
+            # A save at the end of the run tries this step again.
+            self._last_begun = None
         try:
             if jax.process_index() == 0 and self._is_ours():
                 self._tidy(step, sealed=error is None)

@@ -2,7 +2,8 @@
 
 It runs in the step, before the program of the policy (the model that is trained).
 Frozen modules compute a batch in the same accumulation parts and microbatches as the
-policy, and in the stages of the same pipeline. Nothing is differentiated, so no activation is kept for a backward pass.
+policy, and in the stages of the same pipeline. Nothing is differentiated, so no
+activation is kept for a backward pass.
 """
 
 from collections.abc import Callable, Mapping

@@ -71,11 +71,12 @@ def obstacle(spec: ModelSpec, rules: Rules) -> str:
     if not spec.objective.adds_up_samples():
         objective = type(spec.objective).__name__
         return f"{objective} does not say that it is a sum over samples (sums_over_samples = True)"
+    if spec.casts_itself or spec.staged:
+        return ""
     stored = (
         inside.stored(names, x.shape) for x, names in spec.named_parameters().values()
     )
-    is_sharded = any(any(axes) for axes in stored)
-    if is_sharded and not (spec.casts_itself or spec.staged):
+    if any(any(axes) for axes in stored):
         # XLA aborts on an index into an array that is sharded in a region (see
         # `gradients._gather_edges`). Such a model may index any of its parameters.
         return (

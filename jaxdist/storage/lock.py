@@ -185,9 +185,8 @@ def lease(path: Path, run: str, *, resumes: bool) -> Iterator[IsHeld]:
 
     def keep_renewing() -> None:
         while not ended.wait(RENEW_S):
-            with contextlib.suppress(
-                Exception
-            ):  # the store does not answer for a while
+            # the store may not answer for a while
+            with contextlib.suppress(Exception):
                 if not is_held():
                     return
                 renew()

@@ -111,7 +111,7 @@ class StepView:
     log: Callable[[int, Mapping[str, Any]], None]
     # returns the trained parameters by path, in the layout of checkpoints
     weights: Callable[[], dict[str, jax.Array]]
-    # total seconds that this process has waited for batches
+    # seconds that this process has waited for batches since the start or a rollback
     data_wait_s: float = 0.0
     # total seconds that this process has waited for its devices
     device_wait_s: float = 0.0

@@ -40,7 +40,7 @@ class Trainer:
     """The training loop of a run.
 
     It reads the metrics of a step only after it has started the next steps. So between
-    pauses, the devices never wait for the host. A pause waits for all steps started so
+    pauses, no device waits until the host has read metrics. A pause waits for all steps started so
     far: an evaluation, a save, or a callback with `steps` > 0 (`StepLog.paused`).
     """
 

@@ -325,7 +325,9 @@ def test_a_run_whose_steps_are_all_in_quarantine_is_not_taken_for_new(sound, cop
         shutil.rmtree(copy / str(step))
     assert folders.list_steps(copy) == []
     assert folders.has_steps(copy)
-    with pytest.raises(CheckpointError, match="quarantine holds the untrusted ones"):
+    with pytest.raises(
+        CheckpointError, match="quarantine holds steps that were set aside"
+    ):
         restored_step(copy, sound[1])
 
 

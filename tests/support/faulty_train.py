@@ -258,17 +258,17 @@ def install() -> None:
         built = build(*given, **options)
         return dataclasses.replace(built, step=Recorded(built.step, orders))
 
-    def start(store, step, *given):
+    def start(store, step, *given, **options):
         orders.due(IN_SAVE, step)
-        return start_save(store, step, *given)
+        return start_save(store, step, *given, **options)
 
-    def restore(store, *given):
+    def restore(store, *given, **options):
         if any(
             kind in IN_RESTORE and (LEDGER / f"fault-{n}").exists()
             for n, (kind, *_) in enumerate(ORDERS)
         ):
             orders.due(IN_RESTORE, sys.maxsize, mark="-again")
-        return attempt(store, *given)
+        return attempt(store, *given, **options)
 
     def sick_head(model, x_BSD, batch):
         sick_B = jnp.isin(batch["sample"], jnp.asarray(SAMPLES, jnp.int32))
