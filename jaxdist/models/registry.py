@@ -210,8 +210,9 @@ def _find_spec(name: str, path: Any) -> ModuleSpec | None:
 def _add_current_folder() -> None:
     """Adds the current folder to the end of the import path.
 
-    `python -m` puts it first; here installed packages win. This is done only for a model: on the path from the start, a file `numpy.py` in the
-    folder could run in any command.
+    `python -m` puts it first; here installed packages win. This is done only for a
+    model: on the path from the start, a file `numpy.py` in the folder could run in any
+    command.
     """
     if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())

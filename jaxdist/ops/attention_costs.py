@@ -164,30 +164,30 @@ class AttentionCost(Cost):
         backward pass sends about as many again. A recomputed forward pass sends its
         bytes twice.
         """
-        whole = replace(self, window=0)
+        unwindowed = replace(self, window=0)
         context = rules.shape.sizes[AXIS]
         tensor = rules.shape.sizes["tensor"]
-        form = whole.form(rules)
+        form = unwindowed.form(rules)
         if context == 1 or not form.splits_sequence:
             return []
-        gather = whole.traffic(Form("gather", context, tensor), itemsize)
-        ring = whole.traffic(Form("ring", context, tensor), itemsize)
+        gather = unwindowed.traffic(Form("gather", context, tensor), itemsize)
+        ring = unwindowed.traffic(Form("ring", context, tensor), itemsize)
         texts = {
             "gather": f"gather sends {_mb(gather.forward)}, "
             f"holds all of {_mb(gather.holds)}",
             "ring": f"ring sends {_mb(ring.forward)}, holds parts of {_mb(ring.holds)}",
         }
         alternative = "gather"
-        if heads_divide(rules, whole.heads):
-            head_shards = context * shards_of(whole.heads, tensor)
-            heads = whole.traffic(Form("heads", context, head_shards), itemsize)
+        if heads_divide(rules, unwindowed.heads):
+            head_shards = context * shards_of(unwindowed.heads, tensor)
+            heads = unwindowed.traffic(Form("heads", context, head_shards), itemsize)
             texts["heads"] = (
                 f"heads sends {_mb(heads.forward)}, holds parts of {_mb(heads.holds)}"
             )
             if form.name == "gather":
                 alternative = "heads"
         names = dict.fromkeys((form.name, alternative))
-        reason = whole._reason(rules, form)
+        reason = unwindowed._reason(rules, form)
         first = f"context {context}: attention by {form.name}: {reason}"
         return ["; ".join([first, *(texts[name] for name in names)])]
 

@@ -5,9 +5,9 @@ that arrive from its neighbour, while it sends on those that it had (arXiv:2310.
 The parts of the softmax are merged by their logsumexp.
 
 With a causal mask, the sequence has 2c chunks, and a device takes the i-th and the i-th
-last of them. So all devices have equal work (arXiv:2311.09431). A step is two matmuls of
-whole chunks, and every mask is static. Gradients of keys and values travel with them in
-float32, and one more hop returns them to their own device.
+last of them. So all devices have equal work (arXiv:2311.09431). A step computes the
+attention of two pairs of whole chunks, and every mask is static. Gradients of keys and
+values travel with them in float32, and one more hop returns them to their own device.
 
 Letters: c devices, i this device, h tokens of a chunk; see `attention` for the others.
 """

@@ -301,8 +301,8 @@ def _add_pairs(
     def add_pair(carry: _Carry, pair: jax.Array) -> tuple[_Carry, None]:
         dq, dq_of_rows, totals = carry
         rows, columns = pair * size
-        # The sum over a chunk's keys is in float32. It starts with the gradient that the
-        # chunk has already.
+        # The gradient of a chunk of queries is summed over the keys in float32. It
+        # starts from its part on the diagonal.
         start = _cut(dq, rows, size, 2).astype(jnp.float32)
         dq_of_rows = jnp.where(pair[1] == 0, start, dq_of_rows)
 

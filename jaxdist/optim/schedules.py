@@ -20,7 +20,7 @@ Schedule = Callable[[ArrayLike], jax.Array]  # updates done so far -> learning r
 _FADED = 0.01
 _MAX_STEPS = 2**31
 # schedules that end; the others continue as long as the run
-DECAYS: tuple[ScheduleName, ...] = ("cosine", "linear", "wsd")
+_DECAYS: tuple[ScheduleName, ...] = ("cosine", "linear", "wsd")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _count(steps: Mapping[str, Any], name: str) -> int:
 
 def depends_on_train_steps(config: OptimizerConfig) -> bool:
     """Checks whether the decay ends at `train.steps`, so that raising it extends it."""
-    return config.schedule in DECAYS and config.decay_steps is None
+    return config.schedule in _DECAYS and config.decay_steps is None
 
 
 def default_warmup(steps: int) -> int:
@@ -306,7 +306,7 @@ def describe(
     """
     peak = peak_learning_rate(config, global_size)
     line = f"learning rate: {steps.warmup_steps} steps of warm-up to {peak:g}, then {config.schedule}"
-    if config.schedule in DECAYS:
+    if config.schedule in _DECAYS:
         first = replace(steps, extensions=())
         line += ", decays"
         if config.schedule == "wsd":

@@ -218,8 +218,10 @@ class Rules:
         for name, dim in zip(names, dims, strict=True):
             axes = self._in_use(self._axes_of(name))
             size = self._size(axes)
+            if dim % size == 0:
+                continue
             is_copied = name == "kv_heads" and size % dim == 0
-            if dim % size and not is_copied:
+            if not is_copied:
                 faults.append(_divisibility_fault(path, str(name), dim, axes, size))
         if not self.zero or FSDP_NAME not in names or is_vector(names, dims):
             return faults

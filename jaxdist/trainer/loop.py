@@ -40,8 +40,9 @@ class Trainer:
     """The training loop of a run.
 
     It reads the metrics of a step only after it has started the next steps. So between
-    pauses, no device waits until the host has read metrics. A pause waits for all steps started so
-    far: an evaluation, a save, or a callback with `steps` > 0 (`StepLog.paused`).
+    pauses, no device waits until the host has read metrics. A pause waits for all steps
+    started so far: an evaluation, a save, or a callback with `steps` > 0
+    (`StepLog.paused`).
     """
 
     def __init__(

@@ -236,13 +236,13 @@ class ExpertCall:
             totals = 4 * kernels * kernel_size
             fixed = group_tokens * D * (4 + 2 * itemsize)
         fixed += 2 * rows * D * itemsize  # rows of x and of its gradient
-        hidden_row_bytes = rows * F * itemsize
+        hidden_array_bytes = rows * F * itemsize
         # gradients of the products, and the weighted hidden rows
-        hidden = kernels * hidden_row_bytes
+        hidden = kernels * hidden_array_bytes
 
         # The gradients of hidden rows are computed. A TPU's kernel writes them over its
         # inputs; the weights' gradients fill its lanes.
-        extra = 4 * _LANES * rows if platform == "tpu" else hidden_row_bytes
+        extra = 4 * _LANES * rows if platform == "tpu" else hidden_array_bytes
         yield Moment(gathered, totals, fixed + hidden + extra)
 
         # The gradients of x are computed, one for each product. A loop of rounds holds
@@ -263,7 +263,7 @@ class ExpertCall:
         yield Moment(
             gathered_in_loop,
             totals + gradients_in_sum,
-            fixed + hidden - hidden_row_bytes,
+            fixed + hidden - hidden_array_bytes,
         )
         if platform == "gpu" and rules.shape.sizes["fsdp"] > 1 and rules.zero >= 2:
             # XLA scatters a layer's gradients during the next layer. It scatters

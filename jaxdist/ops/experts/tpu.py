@@ -64,7 +64,7 @@ def allocated(rows: int, groups: int) -> int:
 def _row_tiles(rows: int, groups: int, vmem: int) -> list[int]:
     """Lists row tiles that divide the rows, the preferred one first."""
     tile = row_tile(rows, groups, vmem)
-    # The rows were rounded up for a tile of this size or of the next larger one.
+    # Rows of other callers than `allocated` may need a smaller tile.
     while rows % tile:
         tile //= 2
     return [size for size in (tile, tile // 2, tile // 4) if size >= LANES] or [tile]
