@@ -10,6 +10,7 @@ import pytest
 
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, open_dataset
+from jaxdist.data.sources import files
 from jaxdist.data.sources.bin_files import open_bin
 from jaxdist.data.sources.megatron import open_megatron
 from jaxdist.data.token_files import BLOCK_TOKENS
@@ -215,6 +216,32 @@ def test_jsonl_faults_name_the_line(tmp_path, line, words):
     with pytest.raises(ConfigError, match="line 2") as caught:
         opened(tmp_path, source="jsonl", path=str(tmp_path))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(
+    tmp_path, name, monkeypatch
+):
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 64)
+    opener = gzip.open if name.endswith(".gz") else open
+    with opener(tmp_path / name, "wt") as stream:
+        stream.write('{"text": "fine"}\n' + "[" * 1000)
+    with pytest.raises(ConfigError, match="line 2: longer than 64 bytes; write one"):
+        opened(tmp_path, source="jsonl", path=str(tmp_path / name))
+
+
+def test_records_with_an_empty_id_are_held_out_one_by_one(tmp_path):
+    """As one id they would be one document, of which blocks are held out."""
+
+    def data_of(**fields):
+        lines = [json.dumps({"text": f"text {n} " * 9} | fields) for n in range(100)]
+        (tmp_path / "a.jsonl").write_text("\n".join(lines))
+        dataset = opened(tmp_path, source="jsonl", path=str(tmp_path / "a.jsonl"))
+        return dataset.fingerprint
+
+    without = data_of()
+    assert data_of(id="") == data_of(id=None) == without
+    assert data_of(id=0) != without
 
 
 # --- parquet, Hugging Face ------------------------------------------------------------

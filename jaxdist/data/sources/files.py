@@ -1,4 +1,4 @@
-"""Files that `data.path` names, and corpora of files.
+"""Files that `data.path` names, their lines, and corpora of files.
 
 A corpus of text files (`data.source=text`) has one document per file. The id of a
 document is its path below the folder or glob that found it. A corpus can therefore be
@@ -6,6 +6,7 @@ moved without changing which documents are held out.
 """
 
 import fnmatch
+import gzip
 import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -212,6 +213,39 @@ def corpus_of(
         summary=f"{len(files)} files, {num_bytes / 1e6:.2f} MB",
         documents=lambda: chain.from_iterable(map(read, files)),
     )
+
+
+# Largest number of bytes of a line. A file without line ends must not fill the memory.
+MAX_LINE_BYTES = 64 << 20
+
+
+class Line(NamedTuple):
+    """Line of a file, with its end."""
+
+    content: bytes
+    number: int  # 1 for the first line
+    offset: int  # byte of the file at which it starts
+
+
+def read_lines(file: File) -> Iterator[Line]:
+    """Yields the lines of a file, plain or gzipped (`.gz`), one at a time in memory.
+
+    Raises:
+      ConfigError: a line is too long.
+    """
+    opener = gzip.open if file.path.suffix == ".gz" else open
+    with reading(file.path), opener(file.path, "rb") as lines:
+        offset = 0
+        number = 0
+        while content := lines.readline(MAX_LINE_BYTES):
+            number += 1
+            if len(content) == MAX_LINE_BYTES:
+                raise ConfigError(
+                    f"{file.path} line {number}: longer than {MAX_LINE_BYTES:,} bytes; "
+                    "write one record per line."
+                )
+            yield Line(content, number, offset)
+            offset += len(content)
 
 
 def open_text(options: SourceOptions) -> Corpus:

@@ -1,7 +1,7 @@
 """Records (rows of jsonl files and tables) as documents.
 
 A record is a text in the field `data.text_field`, or a chat (`data.format=chat`). If it
-has an `id`, this is the id of the document.
+has an `id` that is not empty, this is the id of the document.
 """
 
 import dataclasses
@@ -91,7 +91,7 @@ def record_document(
       record: the record.
       options: settings of the data.
       where: file and line or row, for errors.
-      default_id: id of the document if the record has no `id`.
+      default_id: id of the document if the record has no `id`, or an empty one.
 
     Raises:
       ConfigError: the record does not have the form of `data.format`.
@@ -102,7 +102,8 @@ def record_document(
         )
     check_fields(options, record, where)
     name = default_id
-    if record.get("id") is not None:
+    # Documents of one id are held out together, so an empty id counts as none.
+    if record.get("id") not in (None, ""):
         name = str(record["id"])
     if options.format == "chat":
         try:
