@@ -30,7 +30,7 @@ from jaxdist.planner import fewest, restarts, run_in_workdir, show
 from jaxdist.planner.answer import Question
 from jaxdist.storage import run_format
 from jaxdist.trainer import cli, exit_code, provenance, reproduce, workdir
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_config import RunConfig, keys_outside_step
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,6 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     report = {
         **plan.to_json(),
+        planned.OUTSIDE_STEP: keys_outside_step(),
         planned.DATE: datetime.now(UTC).isoformat(timespec="seconds"),
         reproduce.SOURCE: {"hash": provenance.source_hash(plan.run.model_class)},
         **answer.found_by,

@@ -78,6 +78,19 @@ class Needs(Mark):
 
 
 @dataclass(frozen=True)
+class ReadWith(Mark):
+    """Mark of a key that is read only with some values of another key."""
+
+    key: str  # dotted path of the other key
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OutsideStep(Mark):
+    """Mark of a key that changes neither a step's program nor its speed."""
+
+
+@dataclass(frozen=True)
 class NamesWeights(Mark):
     """Mark of a key that names a folder of initial weights for a `WeightSource`."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Interval
 
 from jaxdist.config import ConfigError
-from jaxdist.config.annotations import Resume
+from jaxdist.config.annotations import OutsideStep, Resume
 from jaxdist.data.reading import expanded
 from jaxdist.data.sources.source import Mixture, SampleSource
 from jaxdist.data.sources.table import (
@@ -33,7 +33,7 @@ class DataConfig:
     # kind of corpus; stdlib = the source files of the running Python
     source: SourceName = "stdlib"
     # files, folders or globs, comma separated; huggingface: NAME[:CONFIG[:SPLIT]]
-    path: str = ""
+    path: Annotated[str, OutsideStep()] = ""
     # sources of source=mixture, each as "weight:source:path" with weight > 0
     mixture: tuple[str, ...] = ()
     # name of the text field or column (jsonl, huggingface, parquet)
@@ -60,15 +60,19 @@ class DataConfig:
     # type of the tokens in headerless .bin files (source=bin)
     bin_dtype: Literal["uint16", "uint32"] = "uint16"
     # number of held-out documents in every 256, chosen by a hash of their ids
-    validation_share: Annotated[int, Interval(ge=0, le=255)] = 13
+    validation_share: Annotated[int, Interval(ge=0, le=255), OutsideStep()] = 13
     # separate held-out corpus of the same source; "" = hold out by validation_share
-    validation_path: str = ""
+    validation_path: Annotated[str, OutsideStep()] = ""
     # number of targets to score per evaluation and source; 0 = all
-    validation_tokens: Annotated[int, Interval(ge=0, le=2**62), Resume("harmless")] = 0
+    validation_tokens: Annotated[
+        int, Interval(ge=0, le=2**62), Resume("harmless"), OutsideStep()
+    ] = 0
     # folder for tokenized corpora, trained BPE tokenizers and packing plans
-    cache_dir: Annotated[str, Resume("harmless")] = "~/.cache/jaxdist"
+    cache_dir: Annotated[str, Resume("harmless"), OutsideStep()] = "~/.cache/jaxdist"
     # number of batches that a thread prepares ahead; 0 = no thread
-    prefetch: Annotated[int, Interval(ge=0, le=64), Resume("harmless")] = 2
+    prefetch: Annotated[
+        int, Interval(ge=0, le=64), Resume("harmless"), OutsideStep()
+    ] = 2
 
     def cache_folder(self) -> Path:
         """Resolves `~` in `cache_dir`."""

@@ -12,12 +12,22 @@ from jaxdist.config.annotations import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ReadWith,
     Share,
 )
 
 # given: an optimizer that was passed to jaxdist.fit
 OptimizerName = Literal["adamw", "lion", "adafactor", "sgd", "muon", "given"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt"]
+
+_DECAYING = ReadWith("optimizer.schedule", ("cosine", "linear", "wsd"))
+_WSD = ReadWith("optimizer.schedule", ("wsd",))
+_SCALING = ReadWith("optimizer.learning_rate_scaling", ("sqrt", "linear"))
+_MOMENTS = ReadWith("optimizer.name", ("adamw", "lion", "muon"))
+_ADAM = ReadWith("optimizer.name", ("adamw", "muon"))
+_MOMENTUM = ReadWith("optimizer.name", ("sgd", "muon"))
+_FIRST_MOMENT = ReadWith("optimizer.name", ("adamw", "lion", "sgd", "muon"))
+_MUON = ReadWith("optimizer.name", ("muon",))
 
 
 @dataclass(frozen=True)
@@ -33,29 +43,32 @@ class OptimizerConfig:
     # step at which the decay ends; none = train.steps
     decay_steps: PositiveInt | None = None
     # wsd: final share of decay_steps in which the rate decays linearly
-    decay_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.2
-    # final learning rate, as a fraction of the peak
-    final_learning_rate: Annotated[float, Interval(ge=0, le=1)] = 0.0
+    decay_fraction: Annotated[float, Interval(gt=0, le=1), _WSD] = 0.2
+    # cosine, linear, wsd: final learning rate, as a fraction of the peak
+    final_learning_rate: Annotated[float, Interval(ge=0, le=1), _DECAYING] = 0.0
     # factor of the peak: (global_size / reference_batch)^(0, 1/2, 1)
     learning_rate_scaling: Literal["none", "sqrt", "linear"] = "none"
-    # sequences per step that learning_rate was tuned for
-    reference_batch: PositiveInt = 256
-    b1: Share = 0.9  # adamw, lion, muon's Adam: decay of the first moment
+    # learning_rate_scaling: sequences per step that learning_rate was tuned for
+    reference_batch: Annotated[PositiveInt, _SCALING] = 256
+    # adamw, lion, muon's Adam: decay of the first moment
+    b1: Annotated[Share, _MOMENTS] = 0.9
     # adamw, lion (0.99 in its paper), muon's Adam: decay of the second moment
-    b2: Share = 0.95
-    eps: PositiveFloat = 1e-8  # adamw, muon: added to the denominator
-    momentum: Share = 0.95  # sgd, muon: Nesterov momentum
-    # dtype of the first moment; all other state is float32
-    momentum_dtype: Literal["float32", "bfloat16"] = "float32"
+    b2: Annotated[Share, _MOMENTS] = 0.95
+    # adamw, muon: added to the denominator
+    eps: Annotated[PositiveFloat, _ADAM] = 1e-8
+    # sgd, muon: Nesterov momentum
+    momentum: Annotated[Share, _MOMENTUM] = 0.95
+    # all but adafactor: dtype of the first moment; all other state is float32
+    momentum_dtype: Annotated[Literal["float32", "bfloat16"], _FIRST_MOMENT] = "float32"
     # decoupled weight decay of matrices, per unit of learning rate
     weight_decay: NonNegativeFloat = 0.1
     # whether embedding tables have weight decay, too; the head always has
     decay_embeddings: bool = True
     # muon: Adam's learning rate, as a multiple of learning_rate
-    other_learning_rate_ratio: PositiveFloat = 0.3
+    other_learning_rate_ratio: Annotated[PositiveFloat, _MUON] = 0.3
     # muon: RMS of an update's elements, e.g. 0.2 as in AdamW; 0 = scaled by
     # sqrt(max(1, out/in))
-    muon_update_rms: NonNegativeFloat = 0.0
+    muon_update_rms: Annotated[NonNegativeFloat, _MUON] = 0.0
     # global norm that gradients are clipped to, in the train step; 0 = no clipping
     clip_norm: NonNegativeFloat = 1.0
     # regexes of parameters that are not trained, e.g. "^embedding"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Annotated, Any
 
 from flax import nnx
@@ -14,7 +15,9 @@ from jaxdist.config.annotations import (
     Needs,
     NonNegativeFloat,
     NonNegativeInt,
+    OutsideStep,
     PositiveInt,
+    ReadWith,
     Resume,
     Searched,
     Seed,
@@ -47,30 +50,40 @@ class TrainConfig:
     """The length of training, and the intervals of logging and evaluation."""
 
     # More steps on resume extend the learning-rate schedule (`optim.schedules.extend`).
-    steps: Annotated[PositiveInt, Resume("harmless")] = 1000  # optimizer updates
+    # optimizer updates
+    steps: Annotated[PositiveInt, Resume("harmless"), OutsideStep()] = 1000
     # minutes of training after which the run stops; 0 = no limit
-    max_minutes: Annotated[NonNegativeFloat, Resume("harmless")] = 0.0
+    max_minutes: Annotated[NonNegativeFloat, Resume("harmless"), OutsideStep()] = 0.0
     # steps between rows of metrics.jsonl
-    log_every: Annotated[PositiveInt, Resume("harmless")] = 10
+    log_every: Annotated[PositiveInt, Resume("harmless"), OutsideStep()] = 10
     # steps between evaluations, with one more at the end; 0 = no evaluation
-    eval_every: Annotated[NonNegativeInt, Resume("harmless")] = 0
+    eval_every: Annotated[NonNegativeInt, Resume("harmless"), OutsideStep()] = 0
     # evaluations without a better checkpoint.keep_best (default eval_loss) after which
     # the run stops; 0 = no limit
     patience: Annotated[
-        NonNegativeInt, Resume("harmless"), Needs("jaxdist.trainer.best.KeepBest")
+        NonNegativeInt,
+        Resume("harmless"),
+        Needs("jaxdist.trainer.best.KeepBest"),
+        OutsideStep(),
     ] = 0
     # decay of the moving average of the parameters, e.g. 0.999; 0 = no average
     ema_decay: Share = 0.0
     # tensorboard, wandb, trackio, a logger of another package, or package.module:Class
     loggers: Annotated[
-        tuple[str, ...], Resume("harmless"), Needs("jaxdist.trainer.loggers.Loggers")
+        tuple[str, ...],
+        Resume("harmless"),
+        Needs("jaxdist.trainer.loggers.Loggers"),
+        OutsideStep(),
     ] = ()
     # tokens of sample text written at the end; 0 = no sample
     sample_tokens: Annotated[
-        NonNegativeInt, Resume("harmless"), Needs("jaxdist.inference.sample.Sample")
+        NonNegativeInt,
+        Resume("harmless"),
+        Needs("jaxdist.inference.sample.Sample"),
+        OutsideStep(),
     ] = 0
     # text that the sample continues
-    sample_prompt: Annotated[str, Resume("harmless")] = "\n"
+    sample_prompt: Annotated[str, Resume("harmless"), OutsideStep()] = "\n"
 
 
 @dataclass(frozen=True)
@@ -114,13 +127,14 @@ class InitConfig:
 class RunConfig:
     """The config of a run. `model` holds the options of the class `model.target`."""
 
-    seed: Seed = 0  # seed of everything random: initial values, data order, dropout
+    # seed of everything random: initial values, data order, dropout
+    seed: Annotated[Seed, OutsideStep()] = 0
     train: TrainConfig = TrainConfig()
     batch: BatchConfig = BatchConfig()
     mesh: Annotated[MeshConfig, Resume("harmless")] = MeshConfig()
     sharding: ShardingConfig = ShardingConfig()
     model: Mapping[str, Any] = field(default_factory=dict)
-    init: InitConfig = InitConfig()
+    init: Annotated[InitConfig, OutsideStep()] = InitConfig()
     precision: PrecisionConfig = PrecisionConfig()
     remat: Annotated[RematConfig, Resume("harmless")] = RematConfig()
     pipeline: Annotated[PipelineConfig, Resume("harmless")] = PipelineConfig()
@@ -129,16 +143,25 @@ class RunConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
-    checkpoint: Annotated[CheckpointConfig, Resume("harmless")] = CheckpointConfig()
+    checkpoint: Annotated[CheckpointConfig, Resume("harmless"), OutsideStep()] = (
+        CheckpointConfig()
+    )
     watchdog: Annotated[
         WatchdogConfig,
         Resume("harmless"),
         Needs("jaxdist.operations.watch.watchdog.Watchdog"),
+        OutsideStep(),
     ] = WatchdogConfig()
-    resilience: Annotated[ResilienceConfig, Resume("harmless")] = ResilienceConfig()
-    health: Annotated[HealthConfig, Resume("harmless")] = HealthConfig()
-    profile: Annotated[ProfileConfig, Resume("harmless")] = ProfileConfig()
-    telemetry: Annotated[TelemetryConfig, Resume("harmless")] = TelemetryConfig()
+    resilience: Annotated[ResilienceConfig, Resume("harmless"), OutsideStep()] = (
+        ResilienceConfig()
+    )
+    health: Annotated[HealthConfig, Resume("harmless"), OutsideStep()] = HealthConfig()
+    profile: Annotated[ProfileConfig, Resume("harmless"), OutsideStep()] = (
+        ProfileConfig()
+    )
+    telemetry: Annotated[TelemetryConfig, Resume("harmless"), OutsideStep()] = (
+        TelemetryConfig()
+    )
 
     @property
     def model_class(self) -> type:
@@ -179,6 +202,27 @@ def run_fingerprint(config: RunConfig) -> str:
     for path in keys_that_may_change(config):
         values.pop(path, None)
     return schema.fingerprint(values)
+
+
+def keys_outside_step() -> list[str]:
+    """Lists the keys that change neither a step's program nor its speed."""
+    fields = schema.schema_of(RunConfig)
+    return [path for path, field in fields.items() if field.mark(OutsideStep)]
+
+
+def unread_options(config: RunConfig) -> Iterator[str]:
+    """Yields a line for each option that is set and has no effect (`ReadWith`)."""
+    for path, field in schema.schema_of(RunConfig).items():
+        rule = field.mark(ReadWith)
+        value = attrgetter(path)(config)
+        if rule is None or value == field.default:
+            continue
+        chosen = attrgetter(rule.key)(config)
+        if chosen not in rule.values:
+            yield (
+                f"{path}={value} has no effect: {rule.key}={chosen} does not read it, "
+                f"only {', '.join(rule.values)}. Leave it out, or change {rule.key}."
+            )
 
 
 # --- config files and flags -> RunConfig ----------------------------------------------

@@ -198,6 +198,7 @@ def _plan_of(info: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         "hardware": machine,
         "layout": {name: info[name] for name in ("mesh", "zero", "accumulation")},
         "config": config,
+        "outside_step": ["train.steps"],
         "time": {
             "sure": "",
             "step_s": 1.0,

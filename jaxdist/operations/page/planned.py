@@ -10,7 +10,6 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +23,9 @@ from jaxdist.trainer.run_layout import layout_of_run
 
 PLAN_FILE = "plan.json"
 DATE = "date"  # its field with the time when it was made, as ISO 8601
+# its field with the keys of `config` that change neither the step nor its speed
+OUTSIDE_STEP = "outside_step"
 
-# patterns of keys that change neither a step's program nor its speed
-_NOT_OF_THE_STEP = (
-    "seed",
-    "train.steps",
-    "train.max_minutes",
-    "train.log_every",
-    "train.eval_every",
-    "train.patience",
-    "train.loggers",
-    "train.sample_*",
-    "init.*",
-    "checkpoint.*",
-    "profile.*",
-    "telemetry.*",
-    "watchdog.*",
-    "resilience.*",
-    "health.*",
-    "data.path",
-    "data.cache_dir",
-    "data.prefetch",
-    "data.validation_*",
-)
 _MAX_FAULTS = 3  # faults that are reported
 _ROUNDING = 1e-3  # largest error of the sum of a step's parts, as share of the step
 _MIN_STEP_S = 1e-9
@@ -211,10 +190,13 @@ def _step_facts(plan: Mapping[str, Any], run: RunFiles) -> Facts:
     yield "the mesh", _mesh_text(planned.get("mesh")), _mesh_text(layout.mesh)
     yield "mesh.zero", planned.get("zero"), layout.zero
     yield "batch.accumulation", planned.get("accumulation"), layout.accumulation
-    ignored = [*_NOT_OF_THE_STEP, "mesh.zero", "batch.accumulation"]
+    ignored = ["mesh.zero", "batch.accumulation"]
     ignored += [f"mesh.{axis}" for axis in layout.mesh]
+    outside_step = plan.get(OUTSIDE_STEP)
+    if isinstance(outside_step, list):
+        ignored += outside_step
     for change in schema.diff(fields(plan, "config"), run.config):
-        if not any(fnmatch(change.path, pattern) for pattern in ignored):
+        if change.path not in ignored:
             yield change.path, change.old, change.new
 
 

@@ -7,9 +7,10 @@ from contextlib import closing
 
 import pytest
 
-from jaxdist.operations.page import html, status, step_parts, summary
+from jaxdist.operations.page import html, planned, status, step_parts, summary
 from jaxdist.storage import run_format
 from jaxdist.telemetry.metrics import MetricsWriter
+from jaxdist.trainer.run_config import keys_outside_step
 
 MESH = {"pipeline": 4, "data": 1, "fsdp": 16, "expert": 1, "context": 1, "tensor": 1}
 CONFIG = {
@@ -53,6 +54,7 @@ PLAN = {
     },
     "layout": {"mesh": MESH, "zero": 3, "accumulation": 2},
     "config": CONFIG | {"mesh": CONFIG["mesh"] | {"fsdp": 16}},  # what -1 came to
+    planned.OUTSIDE_STEP: keys_outside_step(),
     "time": {
         "sure": "all in the band",
         "step_s": 1.6,
@@ -227,6 +229,13 @@ def test_a_plan_of_another_step_is_ignored(tmp_path, path, value, said):
 def test_keys_that_change_no_step_may_differ(tmp_path, path):
     assert changed(PLAN, path, 7) != PLAN
     assert write_run(tmp_path, plan=changed(PLAN, path, 7))["plan"]["used"]
+
+
+@pytest.mark.parametrize("keys", [None, 3, "train.steps", [["train.steps"], 3]])
+def test_without_a_list_of_such_keys_every_key_counts(tmp_path, keys):
+    plan = changed(PLAN, "config.train.steps", 7) | {planned.OUTSIDE_STEP: keys}
+    reason = write_run(tmp_path, plan=plan)["plan"]["reason"]
+    assert reason == "train.steps: planned with 7, the run has 100"
 
 
 @pytest.mark.parametrize(
