@@ -8,6 +8,7 @@ huggingface`.
 """
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -27,10 +28,15 @@ from jaxdist.trainer import (
     workdir,
 )
 
+_MAX_SHARD_GB = 5.0
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     flags = _parser().parse_args(arguments)
+    faults = list(_flag_faults(flags))
+    if faults:
+        raise ConfigError(faults)
     jax.config.update("jax_platforms", "cpu")
     target = flags.target
     is_empty_folder = target.is_dir() and not any(target.iterdir())
@@ -47,6 +53,31 @@ def main(arguments: list[str] | None = None) -> int:
             summary = _to_workdir(flags, partial)
     print(f"{target}: {summary}")
     return 0
+
+
+def _flag_faults(flags: argparse.Namespace) -> Iterator[str]:
+    """Yields flags that the chosen conversion does not read."""
+    if flags.format == "jaxdist":
+        for_huggingface = {
+            "--adapters": flags.adapters,
+            "--drop-choice-bias": flags.drop_choice_bias,
+            "--step": flags.step is not None,
+            "--max-shard-gb": flags.max_shard_gb is not None,
+        }
+        for flag, is_given in for_huggingface.items():
+            if is_given:
+                yield f"{flag}: only --format huggingface reads it. Leave it out."
+    elif flags.adapters:
+        if flags.dtype:
+            yield (
+                f"--dtype {flags.dtype} with --adapters: adapters are always written as "
+                f"float32. Leave out --dtype."
+            )
+        if flags.max_shard_gb is not None:
+            yield (
+                f"--max-shard-gb {flags.max_shard_gb:g} with --adapters: adapters are "
+                f"one file. Leave out --max-shard-gb."
+            )
 
 
 def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
@@ -67,12 +98,15 @@ def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
         sequence_length=config.batch.sequence_length,
         has_chats=config.data.format == "chat",
     )
+    max_shard_gb = flags.max_shard_gb
+    if max_shard_gb is None:
+        max_shard_gb = _MAX_SHARD_GB
     options = ExportOptions(
         step=flags.step,
         adapters=flags.adapters,
         drop_choice_bias=flags.drop_choice_bias,
         dtype=flags.dtype,
-        max_shard_bytes=round(flags.max_shard_gb * 1e9),
+        max_shard_bytes=round(max_shard_gb * 1e9),
     )
     return export_folder(source, target, options)
 
@@ -133,14 +167,15 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("float32", "bfloat16"),
         help="dtype of the written weights "
-        "(default: huggingface: that of the run; jaxdist: float32; adapters: always float32)",
+        "(default: huggingface: that of the run; jaxdist: float32); not with --adapters, "
+        "which are float32",
     )
     add(
         "--max-shard-gb",
         type=float,
-        default=5.0,
         metavar="GB",
-        help="huggingface: largest safetensors file, in 1e9 bytes (default: 5)",
+        help="huggingface: largest safetensors file, in 1e9 bytes "
+        f"(default: {_MAX_SHARD_GB:g})",
     )
     return parser
 

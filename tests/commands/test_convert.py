@@ -165,6 +165,30 @@ def test_a_model_without_an_origin_is_written_as_the_family_that_has_its_values(
         run_convert(work, tmp_path / "new", "huggingface")
 
 
+@pytest.mark.parametrize(
+    ("kind", "flags", "named"),
+    [
+        (
+            "huggingface",
+            "--adapters --dtype bfloat16 --max-shard-gb 1",
+            ["--dtype bfloat16 with --adapters", "--max-shard-gb 1 with --adapters"],
+        ),
+        (
+            "jaxdist",
+            "--adapters --drop-choice-bias --step 0 --max-shard-gb 5",
+            ["--adapters", "--drop-choice-bias", "--step", "--max-shard-gb"],
+        ),
+    ],
+)
+def test_a_flag_that_the_conversion_does_not_read_is_refused(
+    tmp_path, kind, flags, named
+):
+    with pytest.raises(ConfigError) as refused:
+        run_convert(tmp_path, tmp_path / "new", kind, *flags.split())
+    assert [fault.partition(":")[0] for fault in refused.value.faults] == named
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_damaged_checkpoint_is_not_exported(converted, tmp_path, capsys):
     copy = shutil.copytree(converted, tmp_path / "copy")
     data = max(
