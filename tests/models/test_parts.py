@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, get_args
 
 import jax
@@ -167,6 +167,49 @@ def forward_of(name: str) -> np.ndarray:
 def test_the_tables_hold_the_words_of_the_patterns():
     assert set(get_args(MixerKind)) == set(MIXERS) - {MEAN}
     assert set(get_args(ChannelKind)) == set(CHANNELS)
+
+
+LENGTHS = (7, 9)  # tokens of two documents in a row
+
+
+def border_error(kind: str) -> float:
+    """Computes how much logits of packed documents differ from those of each alone.
+
+    Args:
+      kind: mixer of all layers.
+    """
+    window = 4 if kind == "local" else 0
+    model = model_of(replace(TINY, layer_pattern=(kind,), window=window))
+    random = np.random.default_rng(5)
+    documents = [random.integers(0, TINY.vocab_size, length) for length in LENGTHS]
+
+    @partial(jax.jit, compiler_options=FAST_COMPILE)
+    def logits(*packed: jax.Array) -> jax.Array:
+        lengths = [len(document) for document in packed]
+        fields = {
+            "tokens": jnp.concatenate(packed),
+            "positions": jnp.concatenate([jnp.arange(length) for length in lengths]),
+            "segment_ids": jnp.repeat(
+                jnp.arange(1, len(packed) + 1),
+                np.array(lengths),
+                total_repeat_length=sum(lengths),
+            ),
+        }
+        return model.forward({name: x[None] for name, x in fields.items()})[0]
+
+    alone = jnp.concatenate([logits(document) for document in documents])
+    assert alone.dtype == jnp.float32
+    return worst(logits(*documents), alone)
+
+
+@pytest.mark.parametrize("kind", [*MIXERS])
+def test_a_mixer_mixes_no_tokens_of_packed_documents(kind):
+    """A mixer in the table heeds `segment_ids`."""
+    assert border_error(kind) < 1e-5
+
+
+def test_a_mixer_that_heeds_no_borders_is_found():
+    assert border_error(MEAN) > 0.1
 
 
 @pytest.mark.parametrize("name", CASES)
