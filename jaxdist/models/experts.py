@@ -151,7 +151,7 @@ class Experts(Channel):
         capacity_factor = None
         if info.key is not None:
             capacity_factor = c.capacity_factor or None
-        logits, routing = self.route(x_BSD, _fixed_ids(info))
+        logits, routing = self.route(x_BSD, _given_ids(info))
         out = experts(
             x_BSD,
             routing.ids,
@@ -181,13 +181,13 @@ class Experts(Channel):
         return BlockOutput(y, self._aux(logits, routing, weights), stats)
 
     def route(
-        self, x_BSD: jax.Array, fixed_ids: jax.Array | None = None
+        self, x_BSD: jax.Array, given_ids: jax.Array | None = None
     ) -> tuple[jax.Array, Routing]:
         """Routes tokens to experts.
 
         Args:
           x_BSD: input of the layer.
-          fixed_ids: experts to use, [B, S, k]; below 0 the router chooses. None: the router
+          given_ids: experts to use, [B, S, k]; below 0 the router chooses. None: the router
             chooses all.
 
         Returns:
@@ -205,7 +205,7 @@ class Experts(Channel):
             scale=c.route_scale,
             groups=c.expert_groups,
             top_groups=c.expert_top_groups,
-            given=fixed_ids,
+            given=given_ids,
         )
         return logits, routing
 
@@ -414,7 +414,7 @@ def _choice_faults(c: ExpertsConfig) -> Iterator[str]:
         )
 
 
-def _fixed_ids(info: BlockInfo) -> jax.Array | None:
+def _given_ids(info: BlockInfo) -> jax.Array | None:
     """Reads the experts [B, S, k] that the batch sets for this layer, if it does."""
     ids_BSLk = info.fields.get(GIVEN_IDS)
     if ids_BSLk is None:

@@ -99,6 +99,11 @@ def depends_on_train_steps(config: OptimizerConfig) -> bool:
     return config.schedule in _DECAYS and config.decay_steps is None
 
 
+def rate_of_one(step: ArrayLike) -> jax.Array:
+    """Returns the learning rate 1, for optimizers whose rate is applied elsewhere."""
+    return jnp.float32(1)
+
+
 def default_warmup(steps: int) -> int:
     """Computes the default number of warm-up steps for a schedule of this length."""
     return min(100, steps // 10)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.optim import optimizers
+from jaxdist.optim.schedules import rate_of_one
 from jaxdist.parallel.offload import HOST as OFFLOADED
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.sharding import Rules
@@ -155,16 +156,10 @@ def _moments(composition: Composition, spec: ModelSpec) -> Any:
     key = repr((run.optimizer, run.precision.params, shapes))
     if key not in _states:
         transform = optimizers.build_optimizer(
-            run.optimizer, _rate, spec.trainable, spec.names
+            run.optimizer, rate_of_one, spec.trainable, spec.names
         )
         _states[key] = jax.eval_shape(transform.init, stored)
     return _states[key]
-
-
-def _rate(step: Any) -> jax.Array:
-    """Returns some learning rate; its value does not change shapes."""
-    rate: jax.Array = jnp.float32(1)
-    return rate
 
 
 def _offloaded(composition: Composition, moments: Any, platform: str) -> Trained:

@@ -13,7 +13,7 @@ from jaxdist.config import ConfigError
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.optimizers import ELEMENTWISE, build_optimizer, optimizer_of
 from jaxdist.optim.roles import roles
-from jaxdist.optim.schedules import Schedule
+from jaxdist.optim.schedules import Schedule, rate_of_one
 from jaxdist.parallel import execution
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.sharding import Rules
@@ -246,10 +246,6 @@ def build_update_rule(
         )
 
     # `UpdateRule._update_whole` applies the learning rate.
-    def rate_of_one(step: Any) -> jax.Array:
-        rate: jax.Array = jnp.float32(1)
-        return rate
-
     transform = build_optimizer(optimizer, rate_of_one, spec.trainable, spec.names)
     layerwise = None
     if moments_in:

@@ -45,6 +45,20 @@ def choose(spare: float = 1.0) -> Backend:
     )
 
 
+def share_of_group(rows: int, groups: int, *, least: int, most: int) -> int:
+    """Rounds 1/8 of a group's even share of the rows down to a power of two.
+
+    Args:
+      rows: rows of all groups.
+      groups: number of groups.
+      least: smallest result.
+      most: largest result.
+    """
+    share = max(1, rows // (8 * groups))
+    size: int = 2 ** int(math.log2(share))
+    return min(most, max(least, size))
+
+
 # --- CPU: blocks of one group ---------------------------------------------------------
 
 # Rows of a block. Matmuls of fewer rows than MIN_BLOCK are slow; matmuls of more rows
@@ -54,14 +68,12 @@ MIN_BLOCK = 16
 
 
 def block_rows(rows: int, groups: int) -> int:
-    """Chooses the rows of a block: a power of two, up to 1/8 of a group's even share.
+    """Chooses the rows of a block.
 
     The last block of a group is half empty on average. This costs at most a sixteenth
     of the work.
     """
-    share = max(1, rows // (8 * groups))
-    size: int = 2 ** int(math.log2(share))
-    return min(MAX_BLOCK, max(MIN_BLOCK, size))
+    return share_of_group(rows, groups, least=MIN_BLOCK, most=MAX_BLOCK)
 
 
 def _over_blocks(

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from jaxdist.ops.experts import feed_forward
 from jaxdist.ops.experts.feed_forward import Activation, HiddenGradients
+from jaxdist.ops.experts.grouped_matmul import share_of_group
 from jaxdist.parallel import execution
 
 # The package exports a function `gmm`, which hides the module of that name.
@@ -49,10 +50,8 @@ def row_tile(rows: int, groups: int, vmem: int) -> int:
     A tile is computed once for each group that has rows in it. So a group wastes up to
     a tile of work.
     """
-    share = max(1, rows // (8 * groups))
     most = 512 if vmem == VMEM_BYTES else 1024
-    size: int = 2 ** int(math.log2(share))
-    return min(most, max(LANES, size))
+    return share_of_group(rows, groups, least=LANES, most=most)
 
 
 def allocated(rows: int, groups: int) -> int:
