@@ -115,7 +115,9 @@ class KeepBest(Callback):
         self._rule.check(self._run.config, self._run.built)
         if "step" in self._best:
             self._run.store.best.append(self._best["step"])
-        self._run.stop(self._rule.exhausted(self._best))
+        self._run.stop(
+            self._rule.exhausted(self._best), fix="To go on, raise train.patience."
+        )
 
     def state(self) -> Any:
         """Returns the record of the best evaluation."""

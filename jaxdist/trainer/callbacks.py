@@ -60,8 +60,9 @@ class Run:
     built: TrainStep = field(init=False, repr=False)
     # data without the batches that the run skips; None until the first state exists
     dataset: SkippingDataset | None = None
-    # why the run ends before its first step; "" = it does not
+    # why the run ends before its first step, and how it would train; "" = it does not end
     stop_reason: str = field(default="", init=False)
+    stop_fix: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         self.writer = MetricsWriter(self.folder, enabled=False)
@@ -76,9 +77,16 @@ class Run:
         """Returns the run's model."""
         return self.composition.spec
 
-    def stop(self, reason: str) -> None:
-        """Ends the run before its first step, unless the reason is ""."""
-        self.stop_reason = self.stop_reason or reason
+    def stop(self, reason: str, fix: str = "") -> None:
+        """Ends the run before its first step. The first reason counts.
+
+        Args:
+          reason: why it ends; "" = it does not.
+          fix: a sentence that says how the run would go on.
+        """
+        if reason and not self.stop_reason:
+            self.stop_reason = reason
+            self.stop_fix = fix
 
     def samples(self, step: int) -> tuple[int, int]:
         """Computes the first and the last global sample index of a step's batch."""
@@ -197,8 +205,10 @@ class Callback:
     # next one, and must not wait for them. With n, it follows each n-th step, when all
     # steps so far are recorded. It also follows the last step, in an additional call.
     steps = 0
-    # Whether `on_step` of a callback with `steps` = 0 may request a save or the end.
-    # Several processes then vote at each row of metrics.
+    # Whether `on_step` of a callback with `steps` = 0 may request a save or the end. All
+    # processes then exchange votes at each row of metrics. It is True by default since a
+    # request would otherwise wait for the next evaluation or the end of the run. A
+    # callback that only watches saves the exchange with False; its requests are errors.
     may_request = True
     # bucket of the ledger for the time of `on_step`, if `steps` > 0
     bucket = clock.HOOKS
@@ -246,8 +256,14 @@ class Callback:
     def on_step(self, view: StepView) -> None:
         """Runs after a step, at the interval `steps`."""
 
-    def on_record(self, step: int) -> None:
-        """Runs once a step is known to be done."""
+    def on_record(self, step: int, metrics: Metrics) -> None:
+        """Runs once a step is known to be done.
+
+        Args:
+          step: the step.
+          metrics: arrays on the devices, as in `StepView.metrics`. The step is done, so
+            `float(metrics["loss"])` waits for no device.
+        """
 
     def on_row(self, row: RowView) -> None:
         """Runs before a row of metrics is written, and may add values to it."""
@@ -402,10 +418,23 @@ class CallbackList:
             callback.on_progress(text)
 
     def step(self, view: StepView) -> None:
-        """Calls `on_step` of the callbacks that follow each step."""
+        """Calls `on_step` of the callbacks that follow each step.
+
+        Raises:
+          RuntimeError: a callback requests something without `may_request`.
+        """
         for callback in self._here:
-            if callback.steps == 0:
-                callback.on_step(view)
+            if callback.steps > 0:
+                continue
+            before = (view.save_requested, view.stop_reason)
+            callback.on_step(view)
+            has_requested = (view.save_requested, view.stop_reason) != before
+            if has_requested and not callback.may_request:
+                raise RuntimeError(
+                    f"{type(callback).__name__} requests a save or the end of the run, "
+                    f"but declares may_request = False. So no vote would come in time. "
+                    f"Set may_request = True."
+                )
 
     def due(self, step: int) -> list[Callback]:
         """Lists the callbacks that pause the loop after a step.
@@ -426,10 +455,10 @@ class CallbackList:
         if callback in self._here:
             callback.on_step(view)
 
-    def record(self, step: int) -> None:
+    def record(self, step: int, metrics: Metrics) -> None:
         """Calls `on_record`."""
         for callback in self._here:
-            callback.on_record(step)
+            callback.on_record(step, metrics)
 
     def row(self, row: RowView) -> None:
         """Calls `on_row`."""

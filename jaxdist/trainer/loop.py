@@ -95,10 +95,8 @@ class Trainer:
         """Ends a run that was finished before; None: it has steps to train."""
         reason = self.run.stop_reason
         if reason:
-            self.display.note(
-                f"{self.run.folder} stopped at step {self.progress.step}: {reason}. "
-                f"To go on, raise it."
-            )
+            text = f"{self.run.folder} stopped at step {self.progress.step}: {reason}. "
+            self.display.note(f"{text}{self.run.stop_fix}".rstrip())
             return RunEnd(state, reason=reason, has_trained=False)
         if not self._is_finished():
             return None

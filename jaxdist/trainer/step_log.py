@@ -120,7 +120,7 @@ class StepLog:
 
     def _record_step(self, number: int, metrics: Metrics) -> None:
         self._monitor.check_step(number, metrics)  # waits until the step is done
-        self.callbacks.record(number)
+        self.callbacks.record(number, metrics)
         self.progress.step = number
         self._tokens.append(metrics["tokens"])
         self.display.step(number)

@@ -338,7 +338,7 @@ def test_the_best_checkpoint_is_kept_and_read(tmp_path):
         jaxdist.load_run(plain.folder, model=make, step="best", **ONE)
 
 
-def test_a_run_that_gets_no_better_stops(tmp_path):
+def test_a_run_that_gets_no_better_stops(tmp_path, capsys):
     options = dict(
         folder=tmp_path / "run", validation=HELD, optimizer=optax.adamw(0.05), **ONE
     )
@@ -355,6 +355,9 @@ def test_a_run_that_gets_no_better_stops(tmp_path):
     # it stays where it stopped
     assert again.step == run.step
     assert again.stopped == run.stopped
+    assert (
+        f"{run.stopped}. To go on, raise train.patience.\n" in capsys.readouterr().out
+    )
     assert (
         fit(flipping, 30, settings=settings | {"train.patience": 5}, **options).step
         == best + 5

@@ -75,7 +75,7 @@ class Failing(Callback):
                 policy="rollback",
             )
 
-    def on_record(self, step):
+    def on_record(self, step, metrics):
         self._maybe_fail("on_record", step)
 
     def on_row(self, row):

@@ -116,7 +116,7 @@ class Recorder(Callback):
     def on_step(self, view):
         self._add("step", view.step)
 
-    def on_record(self, step):
+    def on_record(self, step, metrics):
         self._add("record", step)
 
     def on_row(self, row):
@@ -350,6 +350,28 @@ def test_a_stop_between_votes_stops_at_the_next(tmp_path):
     assert read_events(tmp_path / "run")[-1]["reason"] == "enough"
 
 
+class Stopped(Callback):
+    """Ends a run before its first step, as it has no more to do."""
+
+    name = "stopped"
+
+    def load(self, state):
+        self.run.stop("nothing is left to learn")
+
+    def on_start(self, run):
+        self.run = run
+
+
+def test_a_run_that_ends_before_its_first_step_is_given_no_cure_of_another(
+    tmp_path, capsys
+):
+    result = run(tmp_path / "run", Stopped())
+    assert result.reason == "nothing is left to learn"
+    text = f"{tmp_path / 'run'} stopped at step 0: nothing is left to learn."
+    assert f"{text}\n" in capsys.readouterr().out
+    assert int(result.state.step) == 0
+
+
 class Paused(Callback):
     """Notes what it sees after each second step."""
 
@@ -376,6 +398,22 @@ def test_a_callback_without_steps_follows_steps_that_are_still_under_way(tmp_pat
     # `on_record` comes as soon as anything has waited for the step
     assert calls.index("r step 5") < calls.index("r record 2")
     assert calls.index("r step 9") < calls.index("r record 6")
+
+
+def test_a_recorded_step_has_the_metrics_of_its_row(tmp_path):
+    class Losses(Callback):
+        def __init__(self):
+            self.found = []
+
+        def on_record(self, step, metrics):
+            assert metrics["loss"].is_ready()
+            self.found.append((step, float(metrics["loss"])))
+
+    losses = Losses()
+    run(tmp_path / "run", losses)
+    rows = read_rows(tmp_path / "run").train
+    assert losses.found == [(row["step"], row["loss"]) for row in rows]
+    assert len(rows) == STEPS
 
 
 def test_what_a_row_is_given_is_in_metrics_jsonl(tmp_path):
@@ -434,6 +472,29 @@ def empty_view() -> StepView:
     needed = [item.name for item in fields if item.default is inspect.Parameter.empty]
     view: StepView = StepView(**dict.fromkeys(needed))
     return view
+
+
+@pytest.mark.parametrize(
+    "ask", [StepView.request_save, lambda view: view.stop("enough")]
+)
+def test_a_request_without_may_request_is_an_error(ask):
+    """No vote would come: the run would save or stop at its end alone."""
+
+    def step(asking: Callback) -> StepView:
+        view = empty_view()
+        view.step = 2
+        CallbackList([], [asking]).step(view)
+        return view
+
+    asking = Asking(2, ask)
+    view = step(asking)
+    assert view.save_requested or view.stop_reason == "enough"
+    silent = Asking(2, lambda view: None)
+    silent.may_request = False
+    step(silent)
+    asking.may_request = False
+    with pytest.raises(RuntimeError, match=r"Asking requests .* Set may_request = T"):
+        step(asking)
 
 
 def test_a_callback_of_the_first_process_is_called_there_alone(monkeypatch):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 
 from jaxdist.distributed import coordination
+from jaxdist.step.state import Metrics
 from jaxdist.trainer.callbacks import Callback, Run, StepView
 
 _WINDOW = 16  # steps whose median time is the pace
@@ -261,7 +262,7 @@ class SlowSteps(Callback):
             view.step, data_s=view.data_wait_s, devices_s=view.device_wait_s
         )
 
-    def on_record(self, step: int) -> None:
+    def on_record(self, step: int, metrics: Metrics) -> None:
         """Times the step again, now that it is done."""
         self._alarm.record()
 
