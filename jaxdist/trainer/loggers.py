@@ -32,13 +32,19 @@ class Loggers(Callback):
         """Loads the loggers' classes, which executes their modules.
 
         Raises:
-          ConfigError: a logger does not exist or cannot be loaded.
+          ConfigError: loggers do not exist or cannot be loaded. It names all of them.
         """
         names = tuple(dict.fromkeys(config.train.loggers))
         faults = list(logger.faults(names))
         if faults:
             raise ConfigError(faults)
-        self._classes = {name: _find(name) for name in names}
+        for name in names:
+            try:
+                self._classes[name] = _find(name)
+            except ConfigError as error:
+                faults += error.faults
+        if faults:
+            raise ConfigError(faults)
 
     def on_start(self, run: Run) -> None:
         """Keeps the run."""

@@ -132,8 +132,10 @@ def test_names_are_checked_without_executing_anything(monkeypatch):
     )
     monkeypatch.setattr(logger, "find_spec", lambda name: None)
     (fault,) = logger.faults(["wandb"])
-    assert (
-        fault == f"train.loggers=wandb needs wandb: {extras.install_command('wandb')}"
+    command = extras.install_command("wandb")
+    assert fault == (
+        f"train.loggers=wandb: the package wandb is not installed. "
+        f"Install it with: {command}"
     )
 
 

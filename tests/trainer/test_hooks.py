@@ -177,10 +177,15 @@ def test_loggers_that_raise_and_sleep_leave_the_run_as_it_is(tmp_path, monkeypat
     rows = [call[2] for call in calls if call[0] == "write" and "loss" in call[2]]
     assert [row["loss"] for row in rows] == [row["loss"] for row in with_.train]
     assert calls[-1] == ["close"]
-    with pytest.raises(
-        ConfigError, match=r"train.loggers='support.loggers:Other': .*no class 'Other'"
-    ):
-        train(tmp_path / "none", train__loggers=("support.loggers:Other",))
+    with pytest.raises(ConfigError) as refused:
+        train(
+            tmp_path / "none",
+            train__loggers=("support.loggers:Other", "support.loggers:Third"),
+        )
+    assert [fault.partition(". ")[0] for fault in refused.value.faults] == [
+        f"train.loggers='support.loggers:{name}': support.loggers has no class {name!r}."
+        for name in ("Other", "Third")
+    ]
     assert not (tmp_path / "none").exists()
 
 

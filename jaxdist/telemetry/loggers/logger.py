@@ -90,7 +90,10 @@ def faults(names: Iterable[str]) -> Iterator[str]:
             package = LATE_IMPORTS[module].package
             if find_spec(package) is None:
                 command = extras.install_command(extras.EXTRAS[package])
-                yield f"train.loggers={name} needs {package}: {command}"
+                yield (
+                    f"train.loggers={name}: the package {package} is not installed. "
+                    f"Install it with: {command}"
+                )
         elif ":" not in name and name not in _entry_points():
             known = [*OPTIONAL, *_entry_points()]
             yield (
