@@ -68,7 +68,7 @@ class Peer:
 
     low_s: float  # compute and attention
     mid_s: float  # and synchronous collectives
-    high_s: float  # and all others, in the open
+    high_s: float  # and all others, all of them exposed
     peak_gib: float
     # to be added to each, for attention charged as ours is; see above
     recharged_s: float

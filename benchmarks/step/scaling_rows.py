@@ -60,8 +60,8 @@ class Expected(NamedTuple):
 
     step_s: float | None  # None on a CPU, of whose compute it says nothing
     program_flops: float = 0.0  # of the program, on all devices together
-    exposed_communication_s: float = 0.0  # communication in the open
-    hidden_communication_s: float = 0.0  # and behind compute
+    exposed_communication_s: float = 0.0  # communication that compute does not hide
+    hidden_communication_s: float = 0.0  # communication that it hides
     bubble_s: float | None = 0.0
     bubble_share: float = 0.0
     # collectives without a calibration, though there is a file

@@ -95,8 +95,8 @@ def test_a_disk_that_fills_during_the_save_loses_that_save_alone(
                 "shutil.disk_usage", lambda _: type("Usage", (), {"free": 1 << 40})
             )
             failed = save_and_wait(store, 2, noise(1))
-        assert not failed.ok
-        assert "No space left" in str(failed.error)
+        assert not failed.ok, failed
+        assert "No space left" in str(failed.error), failed
         # Writers of other files may go on for a moment: what they leave is deleted
         # before the next save.
         assert set(names(small_disk / "c")) - {"2.orbax-checkpoint-tmp"} == {"1"}

@@ -161,7 +161,7 @@ def test_saving_rotation_damage_and_quarantine_in_an_object_store(store_environm
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.endswith("all of it\n")
+    assert done.stdout.endswith("all of it\n"), done.stdout[-4000:]
 
 
 def test_a_run_saves_to_an_object_store_and_goes_on_from_there(

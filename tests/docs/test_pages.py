@@ -157,6 +157,24 @@ def test_pages_and_messages_install_from_a_clone():
     assert 'pip install -e ".[hf]"' in (ROOT / "README.md").read_text()
 
 
+def test_each_name_in_the_lists_of_fast_tests_is_one_of_a_test(pytestconfig):
+    conftest = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests/conftest.py"))
+    files = {
+        file.relative_to(ROOT / "tests").as_posix(): file
+        for file in (ROOT / "tests").rglob("test_*.py")
+    }
+    fast = [name for name in files if name.startswith(conftest.FAST)]
+    assert len(fast) > 30
+    unused = [
+        beginning
+        for beginning in conftest.FAST
+        if not any(name.startswith(beginning) for name in fast)
+    ]
+    assert unused == []
+    text = "".join(files[name].read_text() for name in fast)
+    assert [n for n in conftest.NOT_FAST if f"def {n}(" not in text] == []
+
+
 @pytest.mark.slow
 def test_the_fast_tests_are_most_of_the_unit_tests():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "fast"]

@@ -105,20 +105,20 @@ def test_launch_reports_a_process_that_held_the_interpreter_lock_as_76(tmp_path)
         text=True,
     )
     assert done.returncode == EXIT_HANG, done.stderr[-2000:]
-    assert "ended with exit code 76" in done.stderr
+    assert "ended with exit code 76" in done.stderr, done.stderr[-2000:]
 
 
 def test_a_slow_step_is_no_hang_and_nothing_is_left(tmp_path):
     done = run_small(tmp_path, f"time.sleep({LIMIT_S / 2})")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "done\n"
+    assert done.stdout == "done\n", done.stderr
     assert os.listdir(tmp_path) == ["began"]
 
 
 def test_compiling_for_long_is_no_hang(tmp_path):
     done = run_small(tmp_path, f"watch.at('compile', 5); time.sleep({2 * LIMIT_S})")
     assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "events.jsonl").exists()
+    assert not (tmp_path / "events.jsonl").exists(), done.stderr
 
 
 def test_a_limit_of_zero_is_none(tmp_path):
@@ -477,10 +477,10 @@ def test_the_watch_leaves_no_folder_where_the_config_is_refused(tmp_path):
     (tmp_path / "run.hung").touch()
     done = early(tmp_path / "run", *AGENT, batch__global_size=7)
     assert done.returncode == EXIT_CONFIG, done.stdout[-2000:]
-    assert "global_size" in done.stdout
+    assert "global_size" in done.stdout, done.stdout[-2000:]
     done = early(tmp_path / "run", watchdog__start_s=-1)  # nor does it end it first
     assert done.returncode == EXIT_CONFIG, done.stderr[-2000:]
-    assert "watchdog.start_s: got -1" in done.stderr
+    assert "watchdog.start_s: got -1" in done.stderr, done.stderr[-2000:]
     assert not (tmp_path / "run").exists()
 
 

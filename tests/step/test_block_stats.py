@@ -176,9 +176,9 @@ def test_the_counts_of_every_layout_are_those_of_one_device(name):
         [float(x) for x in expected], rel=1e-6
     )
     assert aux.keys() == expected_aux.keys() == {"aux/balance"}
-    for name, ratio in aux.items():
+    for term, ratio in aux.items():
         assert [float(x) for x in ratio] == pytest.approx(
-            [float(x) for x in expected_aux[name]], rel=1e-6
+            [float(x) for x in expected_aux[term]], rel=1e-6
         )
     assert worst(other[3], one[3]) < 1e-5
 

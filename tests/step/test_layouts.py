@@ -224,7 +224,7 @@ def uncached(tmp_path_factory) -> tuple[str, Path]:
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "# done" in done.stderr
+    assert "# done" in done.stderr, done.stderr[-3000:]
     return done.stderr, folder
 
 

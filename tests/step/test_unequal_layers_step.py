@@ -125,7 +125,7 @@ def test_every_layout_has_the_numbers_of_one_device(name):
     assert other[1]["loss"] == pytest.approx(one[1]["loss"], rel=1e-6)
     assert worst(other[2], one[2]) < 2e-6
     assert worst(other[0].trainable, one[0].trainable) < 2e-6
-    for name in ("load_entropy/min", "load_max_over_mean/max", "dropped"):
-        assert other[1][f"stats/{name}"] == pytest.approx(
-            one[1][f"stats/{name}"], rel=1e-6
+    for stat in ("load_entropy/min", "load_max_over_mean/max", "dropped"):
+        assert other[1][f"stats/{stat}"] == pytest.approx(
+            one[1][f"stats/{stat}"], rel=1e-6
         )

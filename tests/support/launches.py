@@ -233,11 +233,11 @@ def assert_time_adds_up(
     idle_s = sum(b.began - a.written for a, b in itertools.pairwise(lives) if a.done)
     wall_s = lives[-1].written - lives[0].began - idle_s
     assert abs(found.wall_s - wall_s) <= 0.010, (found, wall_s)
-    assert min(found.buckets.values()) >= 0
+    assert min(found.buckets.values()) >= 0, found
     assert {"down", "lost", "start", "step"} <= found.buckets.keys()
-    assert began - 0.02 <= lives[0].began
-    assert lives[-1].written <= ended + 0.02
-    assert all(a.written <= b.began + 0.02 for a, b in itertools.pairwise(lives))
+    assert began - 0.02 <= lives[0].began, (began, lives)
+    assert lives[-1].written <= ended + 0.02, (ended, lives)
+    assert all(a.written <= b.began + 0.02 for a, b in itertools.pairwise(lives)), lives
     return found
 
 

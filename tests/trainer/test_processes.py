@@ -95,7 +95,10 @@ def test_an_error_of_one_process_before_the_first_step_ends_the_others(
     assert told in said[1 - number] or (number == 0 and codes[1] == -signal.SIGABRT), (
         said
     )
-    assert codes[1 - number] == 70 or (number == 0 and codes[1] == -signal.SIGABRT)
+    assert codes[1 - number] == 70 or (number == 0 and codes[1] == -signal.SIGABRT), (
+        codes,
+        said,
+    )
     assert not read_events(tmp_path / "run")
 
 
@@ -117,7 +120,7 @@ def test_a_signal_before_the_first_step_ends_a_process_at_once(tmp_path, phase):
     print(codes, time.monotonic() - began)
     # One that has not joined yet ends by the signal; one that has by jax's abort, as
     # the first has gone.
-    assert codes[0] == 75
+    assert codes[0] == 75, codes
     assert set(codes) <= {75, 70, -signal.SIGTERM, -signal.SIGABRT}, codes
 
 
