@@ -54,7 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     console = Console(quiet=flags.json, width=None if sys.stdout.isatty() else 120)
     if folder:
-        # Before the compilers run, so that a folder that cannot be written costs little.
+        # Before the compilers run, so that a folder that cannot be written costs
+        # little.
         _make_workdir(folder)
     with _progress() as say:
         answer = question.answer(base=_config_words(arguments or sys.argv), say=say)

@@ -25,8 +25,8 @@ class CheckpointConfig:
     # rule for the time between saves: fixed = by every_steps and every_minutes; auto =
     # the time that loses least, by the measured cost of saves and the rate of failures
     interval: Literal["fixed", "auto"] = "fixed"
-    # chip hours between two failures, for interval=auto; 0 = measured from the starts of
-    # this run, and 50,000 until one start has failed
+    # chip hours between two failures, for interval=auto; 0 = measured from the starts
+    # of this run, and 50,000 until one start has failed
     chip_hours_per_failure: NonNegativeFloat = 0.0
     # number of newest checkpoints to keep
     keep_last: PositiveInt = 2
@@ -44,8 +44,8 @@ class CheckpointConfig:
     timeout_s: PositiveInt = 600
     # folder of the checkpoints, a path or gs://...; "" = `checkpoints` in the workdir
     folder: str = ""
-    # URL of a store for copies of finished steps, e.g. s3://bucket/run; a restore fetches
-    # damaged and lost steps from it; "" = no copies
+    # URL of a store for copies of finished steps, e.g. s3://bucket/run; a restore
+    # fetches damaged and lost steps from it; "" = no copies
     copy_to: Annotated[
         str, Needs("jaxdist.operations.copies.copying.CheckpointCopies")
     ] = ""

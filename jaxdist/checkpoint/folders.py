@@ -153,7 +153,7 @@ def locate(text: str) -> tuple[Path, int | None]:
 
 
 def _configured_folder(file: Path) -> str:
-    """Returns the checkpoint.folder of a config.json, "" if it has none."""
+    """Reads the checkpoint.folder of a config.json; "" if it has none."""
     try:
         stored = run_format.unmarked(read_json(file, dict), file.parent)
         options = of_kind(stored.get("checkpoint", {}), dict, "checkpoint")
@@ -301,7 +301,7 @@ def _marker(folder: Path, step: int) -> Path:
 
 
 def file_bytes(path: Path) -> int:
-    """Returns the size of a file, here or in an object store."""
+    """Looks up the size of a file, here or in an object store."""
     status: Any = path.stat()
     size: int = status.length if hasattr(status, "length") else status.st_size
     return size

@@ -169,7 +169,7 @@ def check(
     inside: str = "",
     threads: int | None = None,
 ) -> Manifest:
-    """Returns the manifest of a step whose files are as they were when it was sealed.
+    """Checks that a step's files are as they were when sealed; returns the manifest.
 
     Args:
       folder: folder of the checkpoints.
@@ -304,7 +304,7 @@ def identity(folder: Path, *, create: bool, own: str | None = None) -> str | Non
 
 
 def read_identity(folder: Path) -> str | None:
-    """Returns the identity in the folder's file; None if it is absent or damaged."""
+    """Reads the identity in the folder's file; None if it is absent or damaged."""
     with contextlib.suppress(OSError, ValueError):
         name, _, check_sum = (
             untrusted.read_bytes(folder / IDENTITY).decode().strip().partition(" ")

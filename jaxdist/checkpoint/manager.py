@@ -28,8 +28,8 @@ from jaxdist.distributed import coordination, initialize
 from jaxdist.storage import lock
 from jaxdist.storage.paths import is_local
 
-# With several processes, the clock of process 0 decides for all. The others wait for its
-# answer, so the time rule is checked only at multiples of this many steps.
+# With several processes, the clock of process 0 decides for all. The others wait for
+# its answer, so the time rule is checked only at multiples of this many steps.
 CLOCK_STEPS = 10
 # Least seconds to wait for an answer of the file system.
 _ANSWER_S = 2
@@ -56,9 +56,9 @@ class SaveResult:
 
 # Makes the abstract state to restore into, from the description of a sealed step.
 MakeAbstract = Callable[[StepInfo], Any]
-# Takes a damaged step and the damage, and puts a copy in the step's place. The result is
-# that step, or 0 if there is no copy. (None, "") asks for the copy of any step. It never
-# raises an error.
+# Takes a damaged step and the damage, and puts a copy in the step's place. The result
+# is that step, or 0 if there is no copy. (None, "") asks for the copy of any step. It
+# never raises an error.
 Fetch = Callable[[int | None, str], int]
 
 
@@ -141,8 +141,8 @@ class CheckpointManager:
         self.held: frozenset[int] = frozenset()
         # fetches a copy of a step that a restore found damaged
         self.fetch: Fetch = lambda step, reason: 0
-        # the step that was last restored, or whose save began last. It is not due again.
-        # None: there is none, or that save has failed.
+        # the step that was last restored, or whose save began last. It is not due
+        # again. None: there is none, or that save has failed.
         self._last_begun: int | None = None
         # seconds on the clock of `decide_save`; None until its first call
         self._last_save: float | None = None
@@ -189,7 +189,7 @@ class CheckpointManager:
         self.run = integrity.identity(self.folder, create=True, own=run)
 
     def owner(self) -> str | None:
-        """Returns the identity of the run that owns the folder.
+        """Reads the identity of the run that owns the folder.
 
         It is None if this process sees no folder or no identity.
         """
@@ -326,7 +326,8 @@ class CheckpointManager:
             room = self._wait_for_room(step, num_bytes, wait=wait)
         owns_folder, obstacle = coordination.broadcast(room)
         # All processes meet here. The first one hosts the answer and must not end
-        # before all have read it; nor may a save begin before the last one's round ends.
+        # before all have read it; nor may a save begin before the last one's round
+        # ends.
         coordination.barrier()
         if not owns_folder:
             raise NotOwner(self._taken())
@@ -479,7 +480,7 @@ class CheckpointManager:
                 folders.remove_step(self.folder, old)
 
     def poll(self) -> list[SaveResult]:
-        """Returns the saves that ended since the last call, oldest first."""
+        """Collects the saves that ended since the last call, oldest first."""
         return [self._results.get() for _ in range(self._results.qsize())]
 
     def wait(self, seconds: float | None = None) -> bool:

@@ -181,7 +181,7 @@ def _is_silent(key: object) -> bool:
 
 
 def _free(part: str, taken: set[str]) -> str:
-    """Returns `part`, or the first free `part~2`, `part~3`, ..."""
+    """Chooses `part`, or the first free one of `part~2`, `part~3`, ..."""
     numbered = (f"{part}~{number}" for number in itertools.count(2))
     return next(name for name in itertools.chain([part], numbered) if name not in taken)
 

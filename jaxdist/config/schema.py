@@ -155,7 +155,8 @@ _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 def _parameter_fields(cls: type, prefix: str) -> Iterator[Field]:
     """Yields the parameters of `__init__` as fields; see `schema_of`."""
-    # mypy warns of `cls.__init__`, as a subclass may replace it. Only its signature is read.
+    # mypy warns of `cls.__init__`, as a subclass may replace it. Only its signature is
+    # read.
     init: Any = vars(cls).get("__init__", cls.__init__)  # type: ignore[misc]
     try:
         hints = _hints(init)

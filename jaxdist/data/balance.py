@@ -52,8 +52,8 @@ class StepGrid:
         Returns:
           [parts, shards, G / (parts x shards)].
         """
-        # A row number has the digits shard, place in the cell, microbatch, accumulation:
-        # adjacent rows of a shard are in different parts.
+        # A row number has the digits shard, place in the cell, microbatch,
+        # accumulation: adjacent rows of a shard are in different parts.
         shape = (self.batch_shards, -1, self.microbatches, self.accumulation)
         rows = np.arange(global_size).reshape(shape)
         return rows.transpose(3, 2, 0, 1).reshape(self.parts, self.batch_shards, -1)

@@ -27,8 +27,8 @@ from jaxdist.storage.digest import digest
 from jaxdist.storage.untrusted import read_bytes
 
 _MAX_ID = np.iinfo(np.int32).max  # largest id that batches can hold
-# Names of the end of a document in published vocabularies. The first one that is present
-# wins.
+# Names of the end of a document in published vocabularies. The first one that is
+# present wins.
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>")
 # Characters that a tokenizer is trained on, to limit the time. More text hardly changes
 # the merges of vocabularies up to 64k.

@@ -45,11 +45,11 @@ class DataConfig:
     chat_template: str = ""
     # bytes, bpe:SIZE (trained once and saved), or the path of a tokenizer.json
     tokenizer: str = "bytes"
-    # encoding of a text that spells a special token: tokens = the id of the token, text =
-    # its characters
+    # encoding of a text that spells a special token: tokens = the id of the token, text
+    # = its characters
     special_tokens: SpecialTokens = "tokens"
-    # way to cut rows: window = windows of the token stream; documents = packed documents,
-    # whose targets and attention cross no border
+    # way to cut rows: window = windows of the token stream; documents = packed
+    # documents, whose targets and attention cross no border
     packing: Literal["window", "documents"] = "window"
     # treatment of documents longer than a sequence: split = continue in other rows,
     # truncate = drop the excess, auto = split, but truncate for format=chat
@@ -208,7 +208,8 @@ def parts_of(config: DataConfig) -> tuple[list[float], list[DataConfig]]:
     parts = []
     faults = []
     kinds = parts_of_mixtures()
-    # The command line may pass several entries as one text. A path may hold commas, too.
+    # The command line may pass several entries as one text. A path may hold commas,
+    # too.
     for entry in re.split(r",\s*(?=[\d.]+:)", ",".join(config.mixture)):
         match = re.fullmatch(r"(\d+\.?\d*|\.\d+):(\w+):?(.*)", entry)
         if not match or float(match[1]) == 0 or match[2] not in kinds:

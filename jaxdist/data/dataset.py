@@ -34,7 +34,8 @@ from jaxdist.data.packing import Batch, PackedDocuments
 from jaxdist.data.shuffle import Mixture, order_key, permute
 from jaxdist.data.tokenizer import Tokenizer
 
-# `sample` is int32, so random numbers that are derived from it repeat after 2^31 samples.
+# `sample` is int32, so random numbers that are derived from it repeat after 2^31
+# samples.
 SAMPLE_MASK = 0x7FFFFFFF
 _ALL_ROWS = slice(None)
 

@@ -157,7 +157,7 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
         return self._placer(self._read(step, self._size, rows))
 
     def __next__(self) -> DeviceBatch:
-        """Returns the next batch.
+        """Takes the next batch.
 
         Raises:
           StopIteration: after the last held-out batch.

@@ -195,8 +195,8 @@ class PackedDocuments:
         self.num_rows = len(plan.first) - 1
         pieces = Pieces(plan.owner, plan.start, plan.length)
         self.num_targets = int(count_learned(store, pieces, unscored).sum())
-        # The last piece of each row is padding, which no file owns. An empty row follows
-        # the last one.
+        # The last piece of each row is padding, which no file owns. An empty row
+        # follows the last one.
         filled = _filled(plan)
         ends = np.append(plan.first[1:], plan.first[-1])
         padding = np.append(sequence_length - filled, sequence_length)

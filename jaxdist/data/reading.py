@@ -11,8 +11,8 @@ from pathlib import Path
 
 from jaxdist.config import ConfigError
 
-# Errors of Python's readers for files that are cut off, damaged, malicious, or of another
-# format.
+# Errors of Python's readers for files that are cut off, damaged, malicious, or of
+# another format.
 READ_ERRORS = (
     OSError,
     EOFError,

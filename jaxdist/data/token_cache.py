@@ -35,8 +35,8 @@ from jaxdist.storage import atomic, lock, run_format
 from jaxdist.storage.digest import digest, digest_bytes
 from jaxdist.storage.untrusted import open_regular, read_json
 
-# Version of the layout above. It is a part of the key, so caches of other versions are not
-# read.
+# Version of the layout above. It is a part of the key, so caches of other versions are
+# not read.
 _VERSION = 3
 # Characters that are tokenized at once: enough for all cores, and little memory.
 _BATCH_CHARACTERS = 4_000_000
@@ -44,8 +44,8 @@ _TOKENS = "tokens.bin"
 _WEIGHTS = "weights.bin"
 _DOCUMENTS = "documents.npy"
 _PROGRESS_S = 5.0  # seconds between two lines of progress
-# Bytes of one checksum. A file of no more bytes is checked at the start (0.04 s), a larger
-# one in the background.
+# Bytes of one checksum. A file of no more bytes is checked at the start (0.04 s), a
+# larger one in the background.
 _CHECKED_BYTES = 64 << 20
 _IDLE_SHARE = 3  # ratio of sleep to work of a check in the background
 

@@ -137,7 +137,8 @@ class TokenStore:
     # largest id; None = the files are too large to scan, and readers check each batch
     max_id: int | None
     fingerprint: str
-    # weight of each token in `files`, 1 = learned; () = all are, and documents are texts
+    # weight of each token in `files`, 1 = learned; () = all are, and documents are
+    # texts
     weights: tuple[TokenFile, ...] = ()
 
     @property

@@ -20,7 +20,8 @@ SpecialTokens = Literal["tokens", "text"]
 
 FILE = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
-# Folder in a workdir with copies of small files, from the folder of its initial weights.
+# Folder in a workdir with copies of small files, from the folder of its initial
+# weights.
 HUGGINGFACE = "huggingface"
 # Files with settings. As in transformers, the first file with a special token or a
 # template wins. The end ids of all files count.

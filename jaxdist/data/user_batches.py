@@ -29,8 +29,8 @@ Batches = (
     Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | Iterable[Mapping[str, Any]]
 )
 DEFAULT_SIZE = 32  # samples per step of arrays without a size
-# Number of latest states that are kept. The reader is ahead of training by data.prefetch,
-# which is 64 at most.
+# Number of latest states that are kept. The reader is ahead of training by
+# data.prefetch, which is 64 at most.
 _NUM_STATES = 70
 
 
@@ -61,7 +61,7 @@ class Iterated:
         self._epoch = 0  # number of the epoch that the next restart begins
 
     def __call__(self, step: int) -> Any:
-        """Returns the batch after `step` updates.
+        """Reads the batch after `step` updates.
 
         Raises:
           NoBatch: there is none.

@@ -48,14 +48,15 @@ def fitted(
     overrides: dict[str, Any] = {
         "batch.global_size": rows,
         "batch.accumulation": 1,
-        # Models trained with 8-bit matmuls are used in the compute dtype, which needs no
-        # 8-bit units.
+        # Models trained with 8-bit matmuls are used in the compute dtype, which needs
+        # no 8-bit units.
         "precision.matmul": "compute",
         "precision.fp8_small_kernels": False,
         "offload": OffloadConfig(),
         "remat": RematConfig(),
     }
-    # "heads" fails where the mesh does not divide the heads; "auto" equals it elsewhere.
+    # "heads" fails where the mesh does not divide the heads; "auto" equals it
+    # elsewhere.
     if config.context.attention == "heads":
         overrides["context.attention"] = "auto"
     config = compose.with_overrides(config, overrides)

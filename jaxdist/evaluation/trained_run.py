@@ -564,7 +564,7 @@ def _total(scores: Sequence[Score]) -> TextScore:
 
 
 def _checked_text(text: str) -> str:
-    """Returns the text, or raises ConfigError if it cannot be encoded."""
+    """Checks that a text can be encoded, and returns it."""
     if is_text(text):
         return text
     raise ConfigError(

@@ -99,7 +99,7 @@ class Chip:
         return tuple(n == 16 for n in shape)
 
     def peak(self, dtype: str) -> float | None:
-        """Returns the peak FLOP/s of one device for a dtype; None if not published."""
+        """Looks up the peak FLOP/s of one device for a dtype; None if not published."""
         return self.peak_flops_per_s.get(dtype)
 
     def with_network(self, network: "Network") -> "Chip":

@@ -128,7 +128,7 @@ class Machine:
         return []
 
     def at(self, path: str) -> Path:
-        """Returns an absolute path's place below the root."""
+        """Maps an absolute path to its place below the root."""
         return self.root / path.lstrip("/")
 
     @functools.cached_property

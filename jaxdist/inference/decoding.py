@@ -235,8 +235,8 @@ def _generate(
     key = jax.random.key(seed)
     end_tokens = jnp.asarray(sampling.end_tokens or (_NO_TOKEN,), jnp.int32)
     keys_B = jax.vmap(lambda sample: jax.random.fold_in(key, sample))(samples_B)
-    # All tokens of a prompt but its last go into the cache at once. Their logits are not
-    # used, so XLA does not compute them.
+    # All tokens of a prompt but its last go into the cache at once. Their logits are
+    # not used, so XLA does not compute them.
     cache = model.init_cache(B, capacity)
     _check_slots(model, cache, capacity)
     if hasattr(model, "prefill") and prompts_BP.shape[1] >= _MIN_PREFILL:

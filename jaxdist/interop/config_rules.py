@@ -35,7 +35,7 @@ class Source:
         self.read: set[str] = set()
 
     def take(self, key: str, default: Any = REQUIRED) -> Any:
-        """Returns a field, or its default if it is absent."""
+        """Takes a field, or its default if it is absent."""
         self.read.add(key)
         if key not in self.config and default is REQUIRED:
             self.faults.append(
@@ -47,7 +47,7 @@ class Source:
         return self.config.get(key, default)
 
     def number(self, key: str, default: Any = REQUIRED, kind: type = float) -> Any:
-        """Returns a field of type bool, int or float; null is the default.
+        """Reads a field of type bool, int or float; null is the default.
 
         Args:
           key: the field.
@@ -73,7 +73,7 @@ class Source:
         return self.refuse(key, value, f"{required} is required", instead=1)
 
     def count(self, key: str, default: int | None) -> Any:
-        """Returns a field that is a whole number > 0; null is the default."""
+        """Reads a field that is a whole number > 0; null is the default."""
         value = self.number(key, default, int)
         if value == 0:
             return self.refuse(key, value, "a whole number > 0 is required", instead=1)

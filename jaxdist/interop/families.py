@@ -40,7 +40,7 @@ class TensorPart:
     stored_dims: tuple[str, ...]
 
     def dim_sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
-        """Returns the size of each letter for a parameter of this shape."""
+        """Finds the size of each letter for a parameter of this shape."""
         return dict(zip(self.dims, shape[self.stacked :], strict=True))
 
     def is_in(self, shapes: Shapes) -> bool:
@@ -48,7 +48,7 @@ class TensorPart:
         return len(shapes.get(self.path, ())) == self.stacked + len(self.dims)
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the part in its file, for a parameter of this shape."""
+        """Computes the shape of the part in its file, for a parameter of this shape."""
         sizes = self.dim_sizes(shape)
         return tuple(
             math.prod(sizes[letter] for letter in group) for group in self.stored_dims
@@ -84,7 +84,7 @@ class Stored:
         return names
 
     def name_of(self, *position: int) -> str:
-        """Returns the tensor's name for (layer in the stack, expert)."""
+        """Formats the tensor's name for (layer in the stack, expert)."""
         if not position:
             return self.name
         layer, *expert = position
@@ -113,7 +113,7 @@ class Stored:
         return list(self.names((0, size) for size in shape).values())
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
-        """Returns the tensor's shape, given those of the parameters."""
+        """Computes the tensor's shape, given those of the parameters."""
         parts = [part.stored_shape(shapes[part.path]) for part in self.parts]
         total = sum(shape[self.axis] for shape in parts)
         return (*parts[0][: self.axis], total, *parts[0][self.axis + 1 :])
@@ -145,7 +145,7 @@ class Family:
         return [part for stored in self.tensors for part in stored.in_stacks(shapes)]
 
     def form_of(self, names: Collection[str]) -> "Family":
-        """Returns the family with the table that a folder with these names follows."""
+        """Chooses the family with the table that a folder with these names follows."""
         for form in self.other_forms:
             pattern = "|".join(
                 re.escape(stored.name) for stored in set(form) - set(self.tensors)
@@ -156,7 +156,7 @@ class Family:
         return self
 
     def canonical(self, name: str) -> str:
-        """Returns the table's name for a stored tensor."""
+        """Finds the table's name for a stored tensor."""
         for beginning, replacement in self.renamed.items():
             match = re.match(beginning, name)
             if match:

@@ -141,7 +141,7 @@ class Tensors:
         return files
 
     def sizes(self) -> dict[str, int]:
-        """Returns the size of each file in bytes."""
+        """Looks up the size of each file in bytes."""
         return {file: (self.folder / file).stat().st_size for file in self._files()}
 
     def check(self, shapes: Shapes) -> None:

@@ -327,7 +327,7 @@ def _shape_fault(
 
 
 def _scale(fields: Mapping[str, Any], module: str, rank: int) -> float:
-    """Returns the factor that PEFT multiplies a module's B A with."""
+    """Computes the factor that PEFT multiplies a module's B A with."""
     alpha: float = fields.get("lora_alpha", _DEFAULT_ALPHA)
     for pattern, pattern_alpha in (fields.get("alpha_pattern") or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):

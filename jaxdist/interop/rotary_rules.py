@@ -163,7 +163,7 @@ def _read_scaling(rope: Source, config: Source, kinds: Sequence[str]) -> dict[st
 
 
 def _original_positions(rope: Source, config: Source) -> int:
-    """Returns the longest sequence before scaling, in tokens.
+    """Reads the longest sequence before scaling, in tokens.
 
     As in transformers 5, a field outside the rope mapping comes first.
     """
@@ -174,7 +174,7 @@ def _original_positions(rope: Source, config: Source) -> int:
 
 
 def _read_attention_factor(rope: Source, kind: str, factor: float) -> float:
-    """Returns the factor of cos and sin; 0 stands for the paper's formula.
+    """Reads the factor of cos and sin; 0 stands for the paper's formula.
 
     yarn's factor may be given as the quotient of two scales, mscale and mscale_all_dim.
     """
@@ -193,7 +193,7 @@ def _read_attention_factor(rope: Source, kind: str, factor: float) -> float:
 
 
 def _numbers(rope: Source, key: str) -> tuple[float, ...]:
-    """Returns a list of numbers > 0; TransformerConfig checks its length."""
+    """Reads a list of numbers > 0; TransformerConfig checks its length."""
     numbers = rope.take(key)
     is_list = isinstance(numbers, list)
     if not is_list or not all(type(x) in (int, float) and x > 0 for x in numbers):

@@ -180,7 +180,7 @@ class LoraKernel(nnx.Module):
         self.lora_b = nnx.Param(b, logical=b_names)
 
     def frozen(self) -> FrozenKernel:
-        """Returns W in the form that `project` takes."""
+        """Converts W to the form that `project` takes."""
         parameters = [getattr(self, part) for part in self.parts]
         values = tuple(parameter[...] for parameter in parameters)
         names = tuple(parameter.logical for parameter in parameters)

@@ -112,7 +112,7 @@ def tile_of(size: int) -> int:
 
 @functools.cache
 def table() -> np.ndarray:
-    """Returns the 16 values of nf4 in qwix."""
+    """Reads the 16 values of nf4 from qwix."""
     with jax.ensure_compile_time_eval():
         codes = qwix.QArray(jnp.arange(16, dtype=jnp.uint4), jnp.ones(1), qtype="nf4")
         return np.asarray(qwix.dequantize(codes))

@@ -166,7 +166,7 @@ def _is_file(module_name: str) -> bool:
 
 
 def _canonical(target: str) -> str:
-    """Returns the target with a file as its real path: one text for all spellings."""
+    """Writes a target's file as its real path: one text for all spellings."""
     module_name, class_name = _split(target)
     if _is_file(module_name):
         return f"{_real_path(module_name)}:{class_name}"
@@ -307,7 +307,7 @@ def _import(target: str, key: str = MODEL_KEY) -> ModuleType:
 
 
 def _module_key(module_name: str) -> str:
-    """Returns the key of a module in sys.modules.
+    """Makes the key of a module in sys.modules.
 
     The key of a file contains a digest of its real path.
     """

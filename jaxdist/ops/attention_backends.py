@@ -102,10 +102,10 @@ def _splash() -> Any:
 
 
 def _cudnn(request: Request) -> jax.Array:
-    # cuDNN packs documents by offsets, which we do not have. So the segment ids become a
-    # [B, 1, S, S] bias, H times smaller than the logits. The causal flag still skips the
-    # blocks above the diagonal. Before 9.10.2, cudnn_frontend rejects a window together
-    # with a bias, so the bias then contains the window.
+    # cuDNN packs documents by offsets, which we do not have. So the segment ids become
+    # a [B, 1, S, S] bias, H times smaller than the logits. The causal flag still skips
+    # the blocks above the diagonal. Before 9.10.2, cudnn_frontend rejects a window
+    # together with a bias, so the bias then contains the window.
     options = request.options
     ids = request.segment_ids
     mask = None
@@ -140,8 +140,8 @@ BACKENDS = {
         platforms=("tpu",),
         part_multiple=128,
     ),
-    # Limits from jax._src.cudnn.fused_attention, and for GPUs from the table in NVIDIA's
-    # documentation of cuDNN's attention.
+    # Limits from jax._src.cudnn.fused_attention, and for GPUs from the table in
+    # NVIDIA's documentation of cuDNN's attention.
     "cudnn": Backend(
         run=_cudnn,
         platforms=("gpu",),

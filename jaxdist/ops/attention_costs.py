@@ -36,7 +36,8 @@ class Traffic(NamedTuple):
     backward: (
         float  # bytes sent in the backward pass, without a recomputed forward pass
     )
-    # bytes held in the forward pass: keys and values; with heads, queries and results too
+    # bytes held in the forward pass: keys and values; with heads, queries and results
+    # too
     holds: float
     # bytes of keys and values that the device holds besides its own part of them
     keys: float
@@ -61,7 +62,7 @@ class AttentionCost(Cost):
         return not 0 < self.window < self.length
 
     def fused_flops(self, convention: Convention) -> float:
-        """Returns the FLOPs of scores and weighted values.
+        """Counts the FLOPs of scores and weighted values.
 
         They are 12 H N span per token and layer. The span is the mean number of keys:
         S by the convention "full". By "causal" it is S / 2, or W - W^2 / 2S with a
@@ -114,10 +115,11 @@ class AttentionCost(Cost):
         if form.name == "ring":
             wide = _GRADIENT / itemsize
             inner = 4 * self.heads / shards * part  # a float32 of each query and head
-            # Forward: queries, keys, values and results are exchanged for equal work, and
-            # keys and values travel around. Backward: the gradients of all four are
-            # exchanged, and keys and values travel again, with their gradients. Queries,
-            # keys and values have been exchanged by the recomputed forward pass.
+            # Forward: queries, keys, values and results are exchanged for equal work,
+            # and keys and values travel around. Backward: the gradients of all four are
+            # exchanged, and keys and values travel again, with their gradients.
+            # Queries, keys and values have been exchanged by the recomputed forward
+            # pass.
             return Traffic(
                 kind="collective-permute",
                 forward=2 * queries + kv * c,
@@ -138,7 +140,7 @@ class AttentionCost(Cost):
         return copied_heads(self.kv_heads, self.heads, shards)
 
     def share(self, rules: Rules, itemsize: int) -> Share:
-        """Returns a device's share of attention."""
+        """Computes a device's share of attention."""
         form = self.form(rules)
         if not form.splits_sequence:
             return Share()
@@ -204,7 +206,7 @@ class AttentionCost(Cost):
     def report(
         cls, costs: Sequence[Any], rules: Rules, itemsize: int, load: float
     ) -> dict[str, Any]:
-        """Returns the section "context" of a plan, as JSON; see `Cost.report`."""
+        """Builds the section "context" of a plan, as JSON; see `Cost.report`."""
         parts = rules.shape.sizes[AXIS]
         if parts == 1:
             return {}
@@ -232,7 +234,7 @@ def attention_cost(
     layers: int = 1,
     in_blocks: bool = True,
 ) -> AttentionCost:
-    """Returns the cost of attention with its projections.
+    """Computes the cost of attention with its projections.
 
     Args:
       width: width of the model.

@@ -185,8 +185,8 @@ def _gradients(
             ds *= 1 - jnp.square(jnp.where(s == MASKED, 0.0, s) / options.softcap)
         ds = ds.astype(q.dtype)
         dqs.append(einsum("bkgst,bktn->bkgsn", ds, k[:, :, columns]))
-        # The gradient is [N, keys]: for [keys, N] the matmul would have to transpose its
-        # S^2 operand.
+        # The gradient is [N, keys]: for [keys, N] the matmul would have to transpose
+        # its S^2 operand.
         dk_block = einsum("bkgsn,bkgst->bknt", q[:, :, :, rows], ds)
         dv_block = einsum("bkgsn,bkgst->bknt", grad[:, :, :, rows], p.astype(v.dtype))
         dk = _add(dk, dk_block, columns)

@@ -38,13 +38,13 @@ def are_shared_out(slots: int) -> bool:
 
 
 def init_places(slots: int) -> jax.Array:
-    """Returns the position of each slot of an empty cache, [S] int32."""
+    """Creates the position of each slot of an empty cache, [S] int32."""
     places = jnp.arange(slots, dtype=jnp.int32)
     return execution.shard(places, "sequence") if are_shared_out(slots) else places
 
 
 def places_behind(prompt: int, slots: int) -> jax.Array:
-    """Returns the position of each slot after a prompt of P tokens, [S] int32.
+    """Computes the position of each slot after a prompt of P tokens, [S] int32.
 
     A device has its part of the prompt first, then its part of the room behind it.
     """

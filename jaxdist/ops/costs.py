@@ -71,12 +71,12 @@ class Cost:
     edits: tuple[tuple[str, str], ...] = ()
 
     def product_flops(self) -> float:
-        """Returns the FLOPs of the matmuls, forward and backward, in all layers."""
+        """Counts the FLOPs of the matmuls, forward and backward, in all layers."""
         sizes = (product.contracted * product.size for product in self.products)
         return 6.0 * self.layers * sum(sizes)
 
     def fused_flops(self, convention: Convention) -> float:
-        """Returns the FLOPs of fused kernels, forward and backward, in all layers."""
+        """Counts the FLOPs of fused kernels, forward and backward, in all layers."""
         return 0.0
 
     @property
@@ -90,7 +90,7 @@ class Cost:
         return 1.0
 
     def spare_rows(self, platform: str) -> float:
-        """Returns the padding rows, relative to the needed rows."""
+        """Computes the padding rows, relative to the needed rows."""
         return 0.0
 
     def faults(self, rules: Rules) -> Iterator[str]:
@@ -102,7 +102,7 @@ class Cost:
         return ""
 
     def share(self, rules: Rules, itemsize: int) -> Share:
-        """Returns a device's share of the op.
+        """Computes a device's share of the op.
 
         Args:
           rules: rules of the layout.
@@ -123,7 +123,7 @@ class Cost:
     def report(
         cls, costs: Sequence[Any], rules: Rules, itemsize: int, load: float
     ) -> dict[str, Any]:
-        """Returns the section of a plan, as JSON, for all its costs.
+        """Builds the section of a plan, as JSON, for all its costs.
 
         The method of the first cost is called: classes of a section inherit one method.
 

@@ -174,7 +174,7 @@ def cross_entropy_cost(
     chunk_tokens: int,
     edits: tuple[tuple[str, str], ...] = (),
 ) -> Cost:
-    """Returns the cost of the loss: the matmul with the head.
+    """Computes the cost of the loss: the matmul with the head.
 
     Args:
       width: width of the model.
@@ -579,14 +579,14 @@ def _shard_head(dhead: jax.Array, options: LossOptions) -> jax.Array:
 def _head_dims(
     options: LossOptions, width: str | None = None
 ) -> tuple[str | None, ...]:
-    """Returns the names of the dims of the gathered head."""
+    """Names the dims of the gathered head."""
     if options.tied:
         return _vocabulary(options), width
     return width, _vocabulary(options)
 
 
 def _row_names(options: LossOptions) -> tuple[str | None, ...]:
-    """Returns the names of the dims [(G,) R] of a chunk."""
+    """Names the dims [(G,) R] of a chunk."""
     if options.parts > 1:
         return "batch", None
     return ("tokens", None)[-1 - len(options.group) :]
@@ -596,10 +596,10 @@ def _vocabulary(options: LossOptions) -> str:
     return "vocab_of_part" if options.parts > 1 else "vocab"
 
 
-# --- a vocabulary that is split by the devices of a sequence ---------------------------
+# --- a vocabulary that is split by the devices of a sequence --------------------------
 
-# On every device, a whole head and its float32 gradient would be the largest arrays of a
-# step with few samples. So the c devices of a sequence score the rows of all of them
+# On every device, a whole head and its float32 gradient would be the largest arrays of
+# a step with few samples. So the c devices of a sequence score the rows of all of them
 # together, each device with its c-th of the vocabulary. The work and the number of
 # logits are the same. The rows cross devices, and less of the head does.
 

@@ -102,7 +102,7 @@ def backward(
 
 
 def _matmul_precision(x: jax.Array) -> contextlib.AbstractContextManager[object]:
-    """Returns the precision of a matmul with x, as a context.
+    """Chooses the precision of a matmul with x, as a context.
 
     If x is wider than the compute dtype (routers), float32 is meant. TPUs would multiply
     it in bfloat16.

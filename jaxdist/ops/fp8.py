@@ -136,8 +136,8 @@ def gather(
     """
     now = execution.current()
     codes, inverse = quantise(kernels, axes, E4M3, tensorwise=tensorwise)
-    # Bytes are gathered: for 8-bit floats, some partitioners gather the values that were
-    # cast, at four bytes each.
+    # Bytes are gathered: for 8-bit floats, some partitioners gather the values that
+    # were cast, at four bytes each.
     stored = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in codes)
     stored = (
         now.lay_out(x, Rules.stored, n) for x, n in zip(stored, names, strict=True)
@@ -343,8 +343,8 @@ def _kernel_gradient(
     axes = tuple(range(x.ndim - 1))
     (x_codes,), inverse_K = quantise([x], [axes], E4M3, tensorwise=tensorwise)
     (dy_codes,), inverse_N = quantise([dy], [axes], dy_format, tensorwise=tensorwise)
-    # The sum over devices precedes the scaling: then it is the sum of the matmul itself,
-    # and can be scattered.
+    # The sum over devices precedes the scaling: then it is the sum of the matmul
+    # itself, and can be scattered.
     gradient = product(x_codes, dy_codes, (axes, axes), dtype).reshape(kernel.shape)
     gradient = execution.scatter(gradient, names)
     dims_K = kernel.shape[:contract]

@@ -368,7 +368,8 @@ def _chunks(x: jax.Array, ring: Ring) -> list[jax.Array]:
             jax.lax.ppermute(half, AXIS, _moves(ring, n))
             for n, half in enumerate(jnp.split(x, 2, axis=1))
         ]
-    # First halves are the chunks of even number. The first chunk of device i is chunk i.
+    # First halves are the chunks of even number. The first chunk of device i is chunk
+    # i.
     is_even = jax.lax.axis_index(AXIS) % 2 == 0
     return [_where(is_even, *halves), _where(is_even, *halves[::-1])]
 

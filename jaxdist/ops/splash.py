@@ -497,7 +497,8 @@ def _backward_kernel(
         num_keys=length if options.causal else keys,
     )
     if options.causal:
-        # Pairs of different chunks are skipped as a whole instead; see `_long_backward`.
+        # Pairs of different chunks are skipped as a whole instead; see
+        # `_long_backward`.
         kernel = _skip_between_documents(kernel, segments)
     backward: Any = splash_attention_kernel._splash_attention_bwd_dkv
     return functools.partial(

@@ -51,7 +51,7 @@ class ScheduleSteps:
         return self.extensions[-1].end if self.extensions else self.decay_steps
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the steps as a JSON object."""
+        """Converts the steps to a JSON object."""
         return asdict(self) | {"extensions": [asdict(part) for part in self.extensions]}
 
     @classmethod
@@ -101,7 +101,8 @@ def depends_on_train_steps(config: OptimizerConfig) -> bool:
 
 def rate_of_one(step: ArrayLike) -> jax.Array:
     """Returns the learning rate 1, for optimizers whose rate is applied elsewhere."""
-    return jnp.float32(1)
+    rate: jax.Array = jnp.float32(1)
+    return rate
 
 
 def default_warmup(steps: int) -> int:

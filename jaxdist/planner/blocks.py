@@ -276,7 +276,7 @@ def _kept(jaxpr: Jaxpr, position: int, lanes: int) -> Iterator[tuple[str, int]]:
 
 
 def _elements(value: Var) -> tuple[int, Any]:
-    """Returns the size and dtype of a value."""
+    """Reads the size and dtype of a value."""
     aval: Any = value.aval
     return aval.size, aval.dtype
 

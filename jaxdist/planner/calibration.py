@@ -46,7 +46,7 @@ class Fit:
         return self.residual <= MAX_RESIDUAL and math.isfinite(self.bytes_per_s)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fit as an entry of the file; JSON has no inf."""
+        """Converts the fit to an entry of the file; JSON has no inf."""
         rate = self.bytes_per_s if math.isfinite(self.bytes_per_s) else None
         return asdict(self) | {"bytes_per_s": rate}
 
@@ -171,7 +171,7 @@ class Calibration:
         return replace(collective, link=link)
 
     def describe(self, collectives: Sequence[Collective]) -> dict[str, Any]:
-        """Returns the source of a plan's times, and unmeasured collectives, as JSON."""
+        """Describes the source of a plan's times, and collectives that lack one."""
         names = {
             f"{collective.kind} over {collective.axis} ({collective.group_size} devices)"
             for collective in collectives

@@ -650,7 +650,7 @@ def _with_weights(
 
 
 def _itemsize(dtype: str) -> float:
-    """Returns the bytes of an element, which is a fraction for 4-bit dtypes."""
+    """Computes the bytes of an element, which is a fraction for 4-bit dtypes."""
     return hlo.num_bytes([(dtype, (8,))]) / 8
 
 

@@ -93,7 +93,7 @@ class Plan:
         return {True: FITS, False: DOES_NOT_FIT, None: CANNOT_TELL}[self.fits]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the plan as JSON; docs/plan.md lists the keys that tools may use."""
+        """Converts the plan to JSON; docs/plan.md lists the keys that tools may use."""
         compiled = self.compiled
         chip = self.target.chip
         measured = self.calibration
@@ -122,7 +122,7 @@ class Plan:
         }
 
     def _layout(self) -> dict[str, Any]:
-        """Returns mesh sizes, links, ZeRO stage, schedule and batch as JSON."""
+        """Describes mesh sizes, links, ZeRO stage, schedule and batch as JSON."""
         run = self.run
         shape = self.composition.shape
         staged = shape.sizes["pipeline"] > 1
@@ -142,7 +142,7 @@ class Plan:
         }
 
     def _links(self) -> dict[str, dict[str, Any]]:
-        """Returns the link of each mesh axis as JSON.
+        """Describes the link of each mesh axis as JSON.
 
         It is the datasheet's link. Measured rates by kind are in `calibrated`.
         """
@@ -159,7 +159,7 @@ class Plan:
         return links
 
     def _op_sections(self) -> dict[str, Any]:
-        """Returns the sections of ops that only some models and layouts have."""
+        """Builds the sections of ops that only some models and layouts have."""
         sections: dict[str, Any] = {"experts": {}, "context": {}}
         op_reports = reports(
             costs_of(self.run),
@@ -174,7 +174,7 @@ class Plan:
         return sections
 
     def _memory(self) -> dict[str, Any]:
-        """Returns the sizes by arithmetic and by the compiler as JSON."""
+        """Describes the sizes by arithmetic and by the compiler as JSON."""
         compiled = self.compiled
         margin = None
         if self.capacity_bytes is not None and self.peak_bytes is not None:
@@ -215,7 +215,7 @@ class Plan:
 
 
 def _collective_json(collective: Collective) -> dict[str, Any]:
-    """Returns a collective as JSON; its times are null if its link is not modelled."""
+    """Converts a collective to JSON; its times are null if its link is not modelled."""
     values = asdict(collective)
     for position in ("computation", "begins", "ends"):  # in the program's text
         del values[position]

@@ -63,7 +63,7 @@ class Row:
         return [*words, f"batch.accumulation={self.run.batch.accumulation}"]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the row as JSON."""
+        """Converts the row to JSON."""
         return {
             "target": self.target.text,
             "chips": self.target.num_chips,
@@ -96,7 +96,7 @@ class Fewest:
         return DOES_NOT_FIT
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the table as JSON."""
+        """Converts the table to JSON."""
         return {
             "best": self.best and self.best.to_json(),
             "rows": [row.to_json() for row in self.rows],

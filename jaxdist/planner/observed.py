@@ -53,7 +53,7 @@ class Observed:
     overlapping: str = "no gathers or sums"
 
     def attention_share(self, width: int) -> float:
-        """Returns the share of the peak that attention reaches with heads of a width."""
+        """Looks up the share of the peak that attention reaches with a width of heads."""
         return self.attention if width < 256 else self.attention_of_wide_heads
 
 

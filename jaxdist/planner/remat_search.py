@@ -38,7 +38,7 @@ class Fitted:
     tried: tuple[tuple[RematConfig, str], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the policy as overrides, its step time, and all compiled policies."""
+        """Converts to JSON: policy as overrides, step time, all compiled policies."""
         tried = [{"remat": str(remat), "why": why} for remat, why in self.tried]
         return {
             "overrides": overrides(self.run.remat),

@@ -68,7 +68,7 @@ class Ranking:
         return CANNOT_TELL
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the ranking as JSON, with the winner's plan and overrides."""
+        """Converts the ranking to JSON, with the winner's plan and overrides."""
         best = self.winner
         overrides = self.compiled[0].candidate.overrides(self.run) if best else []
         not_compiled = [
@@ -85,7 +85,7 @@ class Ranking:
         }
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
-        """Returns a candidate with its arithmetic as JSON."""
+        """Converts a candidate with its arithmetic to JSON."""
         estimate = {
             "step_s": candidate.estimate.step_s,
             "bound_s": candidate.estimate.bound_s,
@@ -98,7 +98,7 @@ class Ranking:
         }
 
     def _compiled_row(self, layout: CompiledLayout) -> dict[str, Any]:
-        """Returns a compiled layout as JSON."""
+        """Converts a compiled layout to JSON."""
         plan = layout.plan
         return self._row(layout.candidate) | {
             "band_s": plan.time.band_s,

@@ -130,7 +130,7 @@ class Target:
         return min(most, share * self.chip.hbm_bytes)
 
     def matmul_peak(self, dtype: str) -> float | None:
-        """Returns the peak FLOP/s of matmuls; None if none is published."""
+        """Looks up the peak FLOP/s of matmuls; None if none is published."""
         if self.chip is None:
             return None
         # TPU matrix units round float32 to bfloat16.

@@ -81,7 +81,7 @@ class Time:
         return self.low_s * (1 - WIDENED), self.high_s * (1 + WIDENED)
 
     def days(self, tokens: float) -> float | None:
-        """Returns the days that training on so many tokens takes, without pauses."""
+        """Computes the days of training on a number of tokens, without pauses."""
         return tokens / self.tokens_per_s / 86400 if self.tokens_per_s else None
 
 

@@ -440,7 +440,7 @@ def _model_state(state: Any) -> dict[str, jax.Array]:
 
 
 def pattern_of(blocks: Any) -> tuple[str, ...]:
-    """Returns the kinds that repeat over a stack's depth; by default one, ""."""
+    """Lists the kinds that repeat over a stack's depth; by default one, ""."""
     pattern: tuple[str, ...] = getattr(blocks, "layer_pattern", ("",))
     return pattern
 

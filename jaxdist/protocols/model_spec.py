@@ -107,7 +107,7 @@ class ModelSpec:
     def trained_for(
         self, objective: Objective, modules: Mapping[str, "ModelSpec"]
     ) -> "ModelSpec":
-        """Returns the spec of this model as the policy of an objective.
+        """Makes the spec of this model as the policy of an objective.
 
         Args:
           objective: the objective that the model is trained for.
@@ -137,7 +137,7 @@ class ModelSpec:
         )
 
     def all_frozen(self) -> "ModelSpec":
-        """Returns the spec of this model with all its arrays frozen."""
+        """Makes the spec of this model with all its arrays frozen."""
         return dataclasses.replace(
             self,
             trainable={},
@@ -206,11 +206,11 @@ class ModelSpec:
         return parts.trainable, self.state_of(model), parts.frozen
 
     def named_parameters(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
-        """Returns path -> (abstract array, logical names) of all parameters."""
+        """Lists all parameters: path -> (abstract array, logical names)."""
         return self.named_trainable() | self.named_frozen()
 
     def all_parameters(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
-        """Returns `named_parameters`, and those of frozen modules."""
+        """Lists `named_parameters`, and those of frozen modules."""
         parameters = self.named_parameters()
         for name, module in self.modules.items():
             for path, parameter in module.named_frozen().items():
@@ -218,11 +218,11 @@ class ModelSpec:
         return parameters
 
     def named_trainable(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
-        """Returns path -> (abstract array, logical names) of trained parameters."""
+        """Lists trained parameters: path -> (abstract array, logical names)."""
         return _with_names(self.trainable, self.names)
 
     def named_frozen(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
-        """Returns path -> (abstract array, logical names) of frozen parameters."""
+        """Lists frozen parameters: path -> (abstract array, logical names)."""
         return _with_names(self.frozen, self.frozen_names)
 
     @property
@@ -453,7 +453,7 @@ def _reseed(streams: Tree, key: jax.Array | None) -> Tree:
 
 
 def _with_names(tree: Tree, names: Tree) -> dict[str, tuple[Any, Names]]:
-    """Returns path -> (array, logical names)."""
+    """Joins arrays and logical names, by path."""
     leaves = trees.flatten_names(tree)
     all_names = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
     pairs = zip(leaves.values(), all_names, strict=True)

@@ -185,5 +185,5 @@ def _compile_conversion(
 def with_sharding(
     x: jax.ShapeDtypeStruct, sharding: NamedSharding
 ) -> jax.ShapeDtypeStruct:
-    """Returns an abstract array with a sharding."""
+    """Adds a sharding to an abstract array."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -106,7 +106,7 @@ def build_objective(
 
 
 def names_of(spec: ModelSpec) -> StageParams:
-    """Returns the logical names of a model's arrays."""
+    """Reads the logical names of a model's arrays."""
     return StageParams(spec.names, spec.frozen_names, spec.state_names)
 
 

@@ -203,7 +203,7 @@ def _pipelined_terms(module: ModelSpec, staging: Staging, compute: str) -> _Term
     names = names_of(staged)
 
     def score(model: Any, x: jax.Array, microbatch: Batch, number: jax.Array) -> Loss:
-        """Returns the terms of a microbatch as stats, [microbatches, ...].
+        """Computes the terms of a microbatch as stats, [microbatches, ...].
 
         The rows of other microbatches are zero, so the pipeline's sum over microbatches
         has the terms of all.

@@ -44,7 +44,8 @@ class OptState(NamedTuple):
     """The optimizer's state. The position in its schedule is `State.step`."""
 
     optimizer: Tree
-    # int32, consecutive updates skipped for non-finite gradients; 0 after a good update.
-    # Batches that a run skips after a rollback are not counted (`trainer.health`).
+    # int32, consecutive updates skipped for non-finite gradients; 0 after a good
+    # update. Batches that a run skips after a rollback are not counted
+    # (`trainer.health`).
     skipped: jax.Array
     loss_scale: LossScale | None = None  # None = gradients are not scaled

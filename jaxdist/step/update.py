@@ -414,7 +414,7 @@ def where_finite(good: jax.Array, new: Tree, old: Tree) -> Tree:
 
 
 def after_params_updated(good: jax.Array, parameters: Tree) -> jax.Array:
-    """Returns `good`, available only after the new parameters are computed.
+    """Delays `good` until the new parameters are computed.
 
     The update of the parameters reads the old moments. XLA updates the moments in place
     only if this read comes first. Without this order it copies all moments (8 bytes a

@@ -9,7 +9,8 @@ from pathlib import Path
 
 def digest(*parts: object) -> str:
     """Computes the digest of the parts' texts, with a NUL between them."""
-    # Names of files that are not UTF-8 contain surrogates, which a plain encode refuses.
+    # Names of files that are not UTF-8 contain surrogates, which a plain encode
+    # refuses.
     return digest_bytes("\0".join(map(str, parts)).encode("utf-8", "surrogatepass"))
 
 

@@ -26,8 +26,8 @@ RENEW_S = 10  # seconds between two renewals of a lease
 TAKEOVER_S = 120  # seconds without a renewal after which a lease is over
 _SETTLE_S = 1.0  # seconds until all processes read the last of several writes
 
-# Tests whether this process still holds a lock or a lease. A lock's file may be replaced,
-# and a lease may be taken over.
+# Tests whether this process still holds a lock or a lease. A lock's file may be
+# replaced, and a lease may be taken over.
 IsHeld = Callable[[], bool]
 
 

@@ -16,8 +16,8 @@ from typing import IO, Any, TypeVar
 from jaxdist.storage.paths import is_local
 
 MAX_BYTES = 64 << 20  # bytes of a document; a manifest of 100,000 files has 15 MB
-# Levels of nested containers. Documents of jaxdist and of other libraries have fewer than
-# ten.
+# Levels of nested containers. Documents of jaxdist and of other libraries have fewer
+# than ten.
 MAX_DEPTH = 64
 MAX_DIGITS = 40  # digits of an integer; 2**127 has 39
 

@@ -60,9 +60,9 @@ class Run:
     built: TrainStep = field(init=False, repr=False)
     # data without the batches that the run skips; None until the first state exists
     dataset: SkippingDataset | None = None
-    # why the run ends before its first step, and how it would train; "" = it does not end
+    # why the run ends before its first step; "" = it does not
     stop_reason: str = field(default="", init=False)
-    stop_fix: str = field(default="", init=False)
+    stop_fix: str = field(default="", init=False)  # how it would go on
 
     def __post_init__(self) -> None:
         self.writer = MetricsWriter(self.folder, enabled=False)
@@ -205,10 +205,11 @@ class Callback:
     # next one, and must not wait for them. With n, it follows each n-th step, when all
     # steps so far are recorded. It also follows the last step, in an additional call.
     steps = 0
-    # Whether `on_step` of a callback with `steps` = 0 may request a save or the end. All
-    # processes then exchange votes at each row of metrics. It is True by default since a
-    # request would otherwise wait for the next evaluation or the end of the run. A
-    # callback that only watches saves the exchange with False; its requests are errors.
+    # Whether `on_step` of a callback with `steps` = 0 may request a save or the end.
+    # All processes then exchange votes at each row of metrics. It is True by default
+    # since a request would otherwise wait for the next evaluation or the end of the
+    # run. A callback that only watches saves the exchange with False; its requests are
+    # errors.
     may_request = True
     # bucket of the ledger for the time of `on_step`, if `steps` > 0
     bucket = clock.HOOKS

@@ -313,7 +313,7 @@ def _check_loggers(
 
 
 def workdir_of(flags: argparse.Namespace) -> Path:
-    """Returns the workdir of a command that takes a run's config."""
+    """Finds the workdir of a command that takes a run's config."""
     return Path(flags.workdir or default_workdir(flags.config))
 
 

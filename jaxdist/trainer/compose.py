@@ -33,7 +33,7 @@ from jaxdist.trainer.run_config import Build, RunConfig
 
 
 def with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
-    """Returns a config with some values replaced.
+    """Replaces some values of a config.
 
     Args:
       config: the config, which is not changed.
@@ -109,7 +109,7 @@ def targets_per_sample(config: RunConfig) -> int:
 
 
 def unit(config: RunConfig) -> str:
-    """Returns "tokens", or "samples" if each sample has a single target."""
+    """Names the unit of speeds: tokens, or samples if each has a single target."""
     return "tokens" if _dims_of_weights(config) else "samples"
 
 

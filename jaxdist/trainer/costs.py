@@ -30,7 +30,7 @@ def _declared_costs(config: RunConfig, model_config: Any) -> list[Cost]:
 
 
 def itemsize_of(config: RunConfig) -> int:
-    """Returns the bytes of an element of activations."""
+    """Computes the bytes of an element of activations."""
     return jnp.dtype(config.precision.compute).itemsize
 
 

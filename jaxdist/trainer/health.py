@@ -194,6 +194,6 @@ class SkippingDataset(Dataset):
         return self._whole.go_to(self.position(step), state)
 
     def without(self, first_step: int, last_step: int) -> SkippingDataset:
-        """Returns a dataset that also skips the batches of these updates."""
+        """Makes a dataset that also skips the batches of these updates."""
         window = [self.position(first_step - 1), self.position(last_step - 1) + 1]
         return SkippingDataset(self, [*self.windows, window])

@@ -34,7 +34,7 @@ def active_parameters(config: RunConfig, spec: ModelSpec) -> int:
 
 
 def active_share(config: RunConfig, names: Names) -> float:
-    """Returns the share of a parameter that a token uses.
+    """Computes the share of a parameter that a token uses.
 
     It is 1, except for kernels of experts: the model's `costs` declare their share.
     """
@@ -161,6 +161,6 @@ def throughput(
 
 
 def mfu_peak(config: RunConfig, device: jax.Device) -> float | None:
-    """Returns the peak FLOP/s of a device, for MFU; None if no peak is published."""
+    """Looks up the peak FLOP/s of a device, for MFU; None if no peak is published."""
     chip = chips.chip_for(device.device_kind)
     return chip.peak(config.precision.peak) if chip else None

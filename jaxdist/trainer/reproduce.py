@@ -128,7 +128,7 @@ def _texts(value: object) -> list[str]:
 
 
 def _hex(value: object, pattern: str) -> str | None:
-    """Returns a value that is a hexadecimal text of some pattern, else None."""
+    """Checks that a value is a hexadecimal text of some pattern; None if it is not."""
     if isinstance(value, str) and re.fullmatch(pattern, value):
         return value
     return None

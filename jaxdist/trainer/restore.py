@@ -282,8 +282,8 @@ def roll_back(run: Run, fault: Diverged) -> Restored | None:
             )
     run.dataset = dataset.without(before + 1, fault.last if fault.skip else before)
     if jax.process_index() == 0:
-        # The order matters. If the process dies in between, the run meets the fault again
-        # and rolls back again.
+        # The order matters. If the process dies in between, the run meets the fault
+        # again and rolls back again.
         _quarantine_undone(store, before, f"rolled back to step {before}: {fault}")
         windows = {"windows": run.dataset.windows}
         workdir.write_json(run.folder / SKIPPED_FILE, windows)

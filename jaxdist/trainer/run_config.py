@@ -47,9 +47,11 @@ Build = Callable[[nnx.Rngs], nnx.Module]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The length of training, and the intervals of logging and evaluation."""
+    """The length of training, and the intervals of logging and evaluation.
 
-    # More steps on resume extend the learning-rate schedule (`optim.schedules.extend`).
+    More steps on resume extend the learning-rate schedule (`optim.schedules.extend`).
+    """
+
     # optimizer updates
     steps: Annotated[PositiveInt, Resume("harmless"), OutsideStep()] = 1000
     # minutes of training after which the run stops; 0 = no limit
@@ -104,9 +106,11 @@ class BatchConfig:
 class InitConfig:
     """The weights that a run starts from."""
 
-    # folder with config.json and safetensors, for the model and its weights; "" = random
+    # folder with config.json and safetensors, for the model and its weights; "" =
+    # random
     from_huggingface: Annotated[str, NamesWeights()] = ""
-    # FOLDER[@STEP], a workdir or checkpoints, for the model and its weights; "" = random
+    # FOLDER[@STEP], a workdir or checkpoints, for the model and its weights; "" =
+    # random
     from_run: Annotated[str, NamesWeights()] = ""
     # whether from_run also gives the optimizer's state; step, schedule and data begin
     # at 0
@@ -206,16 +210,16 @@ def run_fingerprint(config: RunConfig) -> str:
 
 def keys_outside_step() -> list[str]:
     """Lists the keys that change neither a step's program nor its speed."""
-    fields = schema.schema_of(RunConfig)
-    return [path for path, field in fields.items() if field.mark(OutsideStep)]
+    keys = schema.schema_of(RunConfig)
+    return [path for path, key in keys.items() if key.mark(OutsideStep)]
 
 
 def unread_options(config: RunConfig) -> Iterator[str]:
     """Yields a line for each option that is set and has no effect (`ReadWith`)."""
-    for path, field in schema.schema_of(RunConfig).items():
-        rule = field.mark(ReadWith)
+    for path, key in schema.schema_of(RunConfig).items():
+        rule = key.mark(ReadWith)
         value = attrgetter(path)(config)
-        if rule is None or value == field.default:
+        if rule is None or value == key.default:
             continue
         chosen = attrgetter(rule.key)(config)
         if chosen not in rule.values:

@@ -194,7 +194,7 @@ def _resolved(path: Path) -> str:
 
 
 def group_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns a group of a config that is not validated; {} if there is none."""
+    """Reads a group of a config that is not validated; {} if there is none."""
     group = config.get(name)
     return dict(group) if isinstance(group, dict) else {}
 

@@ -43,8 +43,8 @@ from jaxdist.trainer.user_model import UserInputs
 from jaxdist.trainer.weight_source import WeightSource
 
 # A run may trace its step three times: to compile it ahead; in the first call, because
-# an optimizer's first state may be weakly typed; and in the second call, which takes the
-# state that a step has returned.
+# an optimizer's first state may be weakly typed; and in the second call, which takes
+# the state that a step has returned.
 MAX_TRACES = 3
 
 

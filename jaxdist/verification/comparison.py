@@ -80,7 +80,7 @@ class Report:
         return all(result.passed for result in self.layouts)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as JSON values; errors that are not finite are null."""
+        """Converts the report to JSON values; errors that are not finite are null."""
         values = asdict(self) | {"passed": self.passed}
         values["bands"] = {name: asdict(bands) for name, bands in BANDS.items()}
         for result in values["layouts"]:

@@ -321,7 +321,7 @@ class _OneDevice:
     def observed(
         self, variant: _Variant, routing: cases.Routing
     ) -> dict[str, Observed]:
-        """Returns the results of a step, by precision."""
+        """Computes the results of a step, by precision."""
         if (variant, routing) not in self._observed:
             batch = self.batches[routing]
             self._observed[variant, routing] = {

@@ -12,8 +12,8 @@ from jaxdist.config.annotations import NonNegativeFloat
 class WatchdogConfig:
     """Seconds that each phase may last before the run is ended; 0 = no limit."""
 
-    # limit for the time from the command to the first compilation; each progress line of
-    # data preparation restarts it
+    # limit for the time from the command to the first compilation; each progress line
+    # of data preparation restarts it
     start_s: NonNegativeFloat = 1800.0
     # limit for compiling with the first step, for a batch of an evaluation, and for the
     # end

@@ -49,8 +49,8 @@ class Corpus:
     """Set of documents."""
 
     name: str  # "jsonl data/*.jsonl", for logs and errors
-    # text that differs if the documents may differ; usually made of the files' sizes and
-    # times, not of their contents (stdlib reads the contents)
+    # text that differs if the documents may differ; usually made of the files' sizes
+    # and times, not of their contents (stdlib reads the contents)
     stamp: str
     summary: str  # the amount of data, on one line
     documents: Callable[[], Iterator[Document]]  # yields all, always in the same order

@@ -255,7 +255,7 @@ class Ledger(Clock, Callback):
         self._entered = now
 
     def lives(self) -> list[Life]:
-        """Returns copies of all lives so far; the last one is this life."""
+        """Copies all lives so far; the last one is this life."""
         with self._lock:
             self._book()
             self._life.written = self._wall_clock()

@@ -19,8 +19,8 @@ from jaxdist.parallel.sharding import Rules
 from jaxdist.telemetry import flops
 
 (AXIS,) = EXPERT_AXES
-# Number of times that a row crosses the mesh. Forward: to its expert and back. Backward:
-# x and its gradient to the expert, the gradient of x back.
+# Number of times that a row crosses the mesh. Forward: to its expert and back.
+# Backward: x and its gradient to the expert, the gradient of x back.
 _FORWARD = 2
 _BACKWARD = 3
 _LANES = 128  # of a TPU's registers: narrower rows are padded
@@ -54,16 +54,16 @@ class ExpertsCost(Cost):
         return self.chosen / self.experts
 
     def spare_rows(self, platform: str) -> float:
-        """Returns the padding rows, relative to the needed rows: 0 except on GPUs."""
+        """Computes the padding rows, relative to the needed rows: 0 except on GPUs."""
         return SHARE_SLACK - 1 if platform == "gpu" else 0.0
 
     def form_name(self, rules: Rules) -> str:
-        """Returns "rounds" or "gather"; "" if each device has all experts."""
+        """Names the exchange: rounds, gather, or "" if each device has all experts."""
         parts = rules.shape.sizes[AXIS]
         return choose_exchange("auto", parts, self.chosen)[0] if parts > 1 else ""
 
     def share(self, rules: Rules, itemsize: int) -> Share:
-        """Returns a device's share of the exchange, with an even load.
+        """Computes a device's share of the exchange, with an even load.
 
         With rounds, a device sends (n - 1) / n of the rows of its tokens. With a
         gather, it sends n - 1 rows for each token.
@@ -92,7 +92,7 @@ class ExpertsCost(Cost):
     def report(
         cls, costs: Sequence[Any], rules: Rules, itemsize: int, load: float
     ) -> dict[str, Any]:
-        """Returns the section "experts" of a plan, as JSON.
+        """Builds the section "experts" of a plan, as JSON.
 
         Args:
           costs: costs of the section; the first one is reported.
@@ -132,7 +132,7 @@ def experts_cost(
     gated: bool,
     layers: int,
 ) -> ExpertsCost:
-    """Returns the cost of experts with their router.
+    """Computes the cost of experts with their router.
 
     Args:
       experts: number of experts.
@@ -186,7 +186,7 @@ class ExpertCall:
     def kept(
         self, rules: Rules, tokens: int, itemsize: int, platform: str
     ) -> dict[str, int]:
-        """Returns the bytes that a remat policy can keep of a device, by name.
+        """Counts the bytes that a remat policy can keep of a device, by name.
 
         These are the products of rows, which are kept on CPUs without an exchange only.
 

@@ -148,7 +148,7 @@ def _zeros(kernels: Kernels) -> Kernels:
     return zeros
 
 
-# --- local and gather: chunks of a device's rows ---------------------------------------
+# --- local and gather: chunks of a device's rows --------------------------------------
 
 
 def _own_ids(ids: jax.Array, exchange: Exchange) -> jax.Array:
@@ -317,7 +317,7 @@ def _chunks_backward(
     return Gradients(dx, dweights, total.kernels)
 
 
-# --- rounds: rows that pairs of devices swap -------------------------------------------
+# --- rounds: rows that pairs of devices swap ------------------------------------------
 
 
 class _Routes(NamedTuple):

@@ -55,7 +55,7 @@ def row_tile(rows: int, groups: int, vmem: int) -> int:
 
 
 def allocated(rows: int, groups: int) -> int:
-    """Returns the rows to allocate, a multiple of the row tile."""
+    """Computes the rows to allocate, a multiple of the row tile."""
     tile = row_tile(rows, groups, _vmem_bytes())
     return -(-rows // tile) * tile
 

@@ -66,8 +66,8 @@ class Carry(NamedTuple):
     """The values of a stage that live from tick to tick."""
 
     inputs: jax.Array  # [slots + 1, B, S, D] stage inputs; the last slot is trash
-    # [slots + 1, L - 1, B, S, D] inputs of a chunk's other blocks or groups of blocks, if
-    # they are kept
+    # [slots + 1, L - 1, B, S, D] inputs of a chunk's other blocks or groups of blocks,
+    # if they are kept
     layers: jax.Array
     # [slots + 1, B, S, D] gradients with respect to stage outputs
     gradients_in: jax.Array
@@ -358,7 +358,7 @@ class _Ticks(Stage):
         return bool(2 * count >= getattr(ticks, f"any_{pace}").sum())
 
     def _edges_in_tick(self, microbatch: jax.Array) -> tuple[StageParams, jax.Array]:
-        """Returns the edges and the number of a microbatch, for E and EB.
+        """Chooses the edges and the number of a microbatch, for E and EB.
 
         See `_barrier_tick`; only layers of `first_blocks` need it.
         """
@@ -448,7 +448,7 @@ def _add_loss(total: Loss, new: Loss) -> Loss:
 
 
 def _barrier_tick(parameters: Tree, microbatch: jax.Array) -> tuple[Tree, jax.Array]:
-    """Returns both; XLA may not move ops on the parameters out of the loop over ticks.
+    """Keeps XLA from moving ops on the parameters out of the loop over ticks.
 
     Without this, it moves the gathers of fsdp shards if a stage has one chunk. Then all
     gathered parameters are in memory, once per loop. On CPU these gathers run at the
@@ -474,7 +474,7 @@ def _cond_unless(
     function: Callable[[Value], Value],
     carry: Value,
 ) -> Value:
-    """Returns function(carry) if the predicate holds, otherwise the carry.
+    """Applies a function to the carry if the predicate holds; else keeps the carry.
 
     Args:
       always: run the function without a predicate.

@@ -180,7 +180,7 @@ class Staging:
         return _map_blocks(join, tree, lambda dims: dims[:3] == self.dims)
 
     def staged_spec(self, spec: ModelSpec) -> ModelSpec:
-        """Returns the spec of a model, and of its frozen modules, with blocks by stage.
+        """Arranges the blocks of a model, and of its frozen modules, by stage.
 
         Args:
           spec: the model with flat blocks.
@@ -204,7 +204,7 @@ class Staging:
         )
 
     def for_model(self, spec: ModelSpec) -> "Staging":
-        """Returns the split of another model by the same pipeline.
+        """Splits another model by the same pipeline.
 
         Args:
           spec: the other model with flat blocks.

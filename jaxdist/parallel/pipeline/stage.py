@@ -249,7 +249,7 @@ class Stage:
     def unit(
         self, parameters: StageParams, kind: str
     ) -> tuple[StageParams, tuple[str, ...]]:
-        """Returns an item of `groups` as a stack of blocks, and its kinds of layers."""
+        """Takes an item of `groups` as a stack of blocks, with its kinds of layers."""
         if self.staging.grouped:
             return parameters, ()
         return jax.tree.map(lambda x: x[None], parameters), (kind,)
