@@ -20,7 +20,7 @@ from jaxdist.trainer import (
 from jaxdist.trainer.callbacks import Run
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.restore import SettledSchedule
-from jaxdist.trainer.run_config import run_fingerprint, unread_options
+from jaxdist.trainer.run_config import run_fingerprint
 
 
 def describe(
@@ -44,7 +44,6 @@ def describe(
         f"mesh: {composition.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}"
     )
     lines = [
-        *unread_options(composition.config),
         *step_lines.step_lines(composition, built),
         *batching.balancer(composition, dataset).lines(),
         *pipeline_report.lines(composition),

@@ -13,7 +13,7 @@ from jaxdist.trainer import product_formats
 from jaxdist.trainer.compose import Composition, batch_shapes
 from jaxdist.trainer.costs import costs_of, itemsize_of
 from jaxdist.trainer.model_flops import active_parameters, active_share
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_config import RunConfig, unread_options
 
 
 def counts(composition: Composition) -> str:
@@ -55,7 +55,7 @@ def expert_lines(composition: Composition) -> list[str]:
 
 
 def step_lines(composition: Composition, built: TrainStep) -> list[str]:
-    """Describes a step: its batch, the reduction of gradients, number formats and more.
+    """Describes a step: its batch, options without effect, number formats and more.
 
     The model adds the lines of its hook `choices`.
     """
@@ -66,6 +66,7 @@ def step_lines(composition: Composition, built: TrainStep) -> list[str]:
     device = built.mesh.devices.flat[0]
     return [
         batch_arithmetic(composition),
+        *unread_options(config),
         *reduction_lines(composition),
         *precision.advice(config.precision, device),
         *product_formats.lines(

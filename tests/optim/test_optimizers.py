@@ -110,7 +110,7 @@ def test_every_field_has_a_documented_range():
         ({"decay_fraction": 0.0}, "> 0 and <= 1"),
         (
             {"final_learning_rate": 1.5},
-            ">= 0 and <= 1. Meaning: final learning rate, as a fraction of the peak",
+            ">= 0 and <= 1. Meaning: cosine, linear, wsd: final learning rate, as a",
         ),
         ({"b2": 1.0}, ">= 0 and < 1"),
         ({"reference_batch": 0}, "required int >= 1"),
