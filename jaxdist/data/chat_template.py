@@ -236,12 +236,13 @@ class _Process:
           ConfigError: the process cannot be started, the text is no template, or it
             exceeds a limit.
         """
-        self._renderer: Any = extras.load(_RENDERER)
+        renderer = extras.load(_RENDERER)
+        self._limits: Mapping[int, str] = renderer.LIMITS
         self._lock = threading.Lock()
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", self._renderer.__file__],
+                [sys.executable, "-P", str(renderer.__file__)],
                 env=os.environ | variables,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -254,7 +255,9 @@ class _Process:
         self._end = weakref.finalize(self, _end, self._popen)
         _PROCESSES.add(self)
         lines, fault = self.ask(opening, 1)
-        opened = json.loads(lines[0]) if lines else {"fault": fault}
+        opened: dict[str, Any] = {"fault": fault}
+        if lines:
+            opened = json.loads(lines[0])
         if "fault" in opened:
             self._end()
             raise ConfigError(f"{where}: {one_line(opened['fault'])}; use another one")
@@ -274,6 +277,8 @@ class _Process:
         assert self._popen.stdout
         lines: list[bytes] = []
         with self._lock:
+            if not self._end.alive:
+                return lines, "its process has ended with chats of another thread"
             timer = threading.Timer(_TIMEOUT_S, self._popen.kill)
             timer.daemon = True
             timer.start()
@@ -304,7 +309,8 @@ class _Process:
         The renderer could not see the end of its input while another process has them
         open.
         """
-        self._end.detach()
+        if self._end.detach() is None:
+            return  # it has ended, and its pipes are closed
         nowhere = os.open(os.devnull, os.O_RDWR)
         for pipe in (self._popen.stdin, self._popen.stdout):
             assert pipe
@@ -317,9 +323,8 @@ class _Process:
         """Explains why the process has ended."""
         code = self._popen.wait()
         self._end()
-        if code in self._renderer.LIMITS:
-            fault: str = self._renderer.LIMITS[code]
-            return fault
+        if code in self._limits:
+            return self._limits[code]
         if code == -signal.SIGKILL:
             return (
                 f"its process was killed: it took more than {_TIMEOUT_S} s, or the machine "

@@ -583,6 +583,18 @@ def test_threads_share_a_process():
     assert [one.text for one in rendered] == texts
 
 
+def test_a_process_that_has_ended_is_no_fault_of_a_fork_or_another_thread():
+    template = chat_template.ChatTemplate(ECHO, {})
+    process = template._process
+    process._end()
+    process.forget()
+    assert process.ask(b"", 1) == (
+        [],
+        "its process has ended with chats of another thread",
+    )
+    assert template.render([turn("user", "x")]).text == "x"
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_another_process_starts_its_own(method):
     """The first one's ends although the other still runs, and holds its pipes."""
