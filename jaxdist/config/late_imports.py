@@ -28,7 +28,7 @@ class LateImport(NamedTuple):
 LATE_IMPORTS = {
     "jaxdist.checkpoint.orbax_backend": LateImport("slow", "orbax", 218),
     "jaxdist.data.bpe": LateImport("optional", "tokenizers", 17),
-    "jaxdist.data.chat_template": LateImport("optional", "jinja2", 27),
+    "jaxdist.data.chat_renderer": LateImport("optional", "jinja2", 27),
     "jaxdist.data.sources.digits": LateImport("optional", "sklearn", 1123),
     "jaxdist.data.sources.huggingface": LateImport("optional", "datasets", 880),
     "jaxdist.data.sources.parquet": LateImport("optional", "pyarrow", 48),

@@ -10,6 +10,8 @@ import contextlib
 import json
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -33,6 +35,8 @@ _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>")
 # Characters that a tokenizer is trained on, to limit the time. More text hardly changes
 # the merges of vocabularies up to 64k.
 _TRAINING_CHARACTERS = 100_000_000
+# Seconds between warnings about texts that take long. The largest batch takes ten.
+_PATIENCE_S = 120
 
 
 class BpeTokenizer:
@@ -111,7 +115,7 @@ class BpeTokenizer:
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encodes each text to ids, int32, on all cores."""
-        with _failures("the tokenizer (data.tokenizer) cannot encode a text"):
+        with _encoding(sum(map(len, texts))):
             encodings = self._tokenizer.encode_batch_fast(
                 list(texts), add_special_tokens=False
             )
@@ -121,7 +125,7 @@ class BpeTokenizer:
         self, texts: Sequence[tuple[str, Spans]]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Encodes each text to ids, and marks the ids that overlap its ranges."""
-        with _failures("the tokenizer (data.tokenizer) cannot encode a text"):
+        with _encoding(sum(len(text) for text, _ in texts)):
             encodings = self._tokenizer.encode_batch(
                 [text for text, _ in texts], add_special_tokens=False
             )
@@ -158,6 +162,37 @@ def _failures(problem: str) -> Iterator[None]:
         if not isinstance(error, Exception) and not is_panic:
             raise
         raise ConfigError(f"{problem}: {one_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _encoding(num_characters: int) -> Iterator[None]:
+    """Names the tokenizer if it fails, and while it takes long.
+
+    The package cannot be interrupted, and its patterns may need hours for texts that no
+    trial has.
+    """
+    done = threading.Event()
+    warning = threading.Thread(target=_warn, args=(done, num_characters), daemon=True)
+    warning.start()
+    try:
+        with _failures("the tokenizer (data.tokenizer) cannot encode a text"):
+            yield
+    finally:
+        done.set()
+        warning.join()
+
+
+def _warn(done: threading.Event, num_characters: int) -> None:
+    begin_s = time.monotonic()
+    while not done.wait(_PATIENCE_S):
+        elapsed_s = time.monotonic() - begin_s
+        print(
+            f"data: the tokenizer (data.tokenizer) has worked {elapsed_s:.0f} s on "
+            f"{num_characters:,} characters: one of its patterns may not end on them. "
+            "Use another one",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def load(

@@ -9,14 +9,15 @@ the rendered chat is the turn.
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxdist.config import ConfigError, extras
-from jaxdist.data import tokenizer_config
+from jaxdist.config import ConfigError
+from jaxdist.data import chat_template, tokenizer_config
+from jaxdist.data.chat_template import Chat, ChatTemplate, Rendered, Span, View
 from jaxdist.data.config import DataConfig
 from jaxdist.data.reading import expanded, one_line
 from jaxdist.data.sources.documents import Document
@@ -32,7 +33,6 @@ _NOTES = {
     "mismatch": "the whole does not begin with the prompt's tokens; as many are not learned",
 }
 Messages = Sequence[Mapping[str, Any]]
-Span = tuple[int, int]
 
 
 class _Example(NamedTuple):
@@ -49,13 +49,17 @@ class _Example(NamedTuple):
 class ChatEncoder:
     """Encoder of rows to tokens and weights. `open_encoder` makes it."""
 
-    def __init__(self, tokenizer: Tokenizer, template: Any = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None = None
+    ) -> None:
         """Finds the end of a turn in the template.
 
         Args:
           tokenizer: tokenizer of the texts.
-          template: a chat_template.ChatTemplate. None if prompts and completions are
-            texts.
+          template: None if prompts and completions are texts.
+
+        Raises:
+          ConfigError: the template exceeds a limit.
         """
         self.tokenizer = tokenizer
         self.template = template
@@ -77,10 +81,11 @@ class ChatEncoder:
         """Encodes a conversation whose next turn is the assistant's, [length] int32.
 
         Raises:
-          ConfigError: there is no template, or it refuses the messages.
+          ConfigError: there is no template, it refuses the messages, or it exceeds a
+            limit.
         """
-        text, _ = self._render(messages, add_generation_prompt=True)
-        return self.tokenizer.encode(text)
+        template = self._checked_template()
+        return self.tokenizer.encode(template.render(messages, prompts=True).text)
 
     def encode(
         self, documents: Sequence[Document]
@@ -95,14 +100,10 @@ class ChatEncoder:
           unusual rows, by key of _NOTES.
 
         Raises:
-          ConfigError: the template refuses a row. The error names the row's id.
+          ConfigError: the template refuses a row, or exceeds a limit. The error names
+            the row's id.
         """
-        examples = []
-        for document in documents:
-            try:
-                examples.append(self._example(json.loads(document.text)))
-            except ConfigError as error:
-                raise ConfigError(f"{document.id}: {error}") from error
+        examples = list(self._examples(documents))
         notes = Counter(example.note for example in examples if example.note)
         encoded = self.tokenizer.encode_spans(
             [(example.text, example.learned) for example in examples]
@@ -131,89 +132,92 @@ class ChatEncoder:
             f"{counts[key]} rows: {text}" for key, text in _NOTES.items() if counts[key]
         ]
 
-    def _example(self, row: Mapping[str, Any]) -> _Example:
-        """Formats a row as text, with the parts that are learned."""
-        options = {"tools": row["tools"]} if "tools" in row else {}
-        if "messages" in row:
-            return self._conversation(row["messages"], options)
-        prompt = row["prompt"]
-        completion = row["completion"]
-        if isinstance(prompt, str):
-            text = prompt + completion
-            if not text.endswith(self._end):
-                text += self._end
-            return _Example(text, prompt=prompt, begins=True)
-        prompt_text, _ = self._render(prompt, add_generation_prompt=True, **options)
-        text, _ = self._render([*prompt, *completion], **options)
-        return _Example(text, prompt=prompt_text)
-
-    def _conversation(self, messages: Messages, options: Mapping[str, Any]) -> _Example:
-        """Renders messages, and finds the assistant's turns in the text."""
-        text, marked = self._render(messages, **options)
-        if self.template.marks_answers:
-            return _Example(text, marked)
-        answers = [
-            self._added(messages[:end], options)
-            for end, message in enumerate(messages, 1)
-            if message["role"] == "assistant"
-        ]
-        if all(answer and text.startswith(answer[0]) for answer in answers):
-            return _Example(text, [answer[1] for answer in answers if answer])
-        # The template renders an earlier turn differently once others follow.
-        last = answers[-1]
-        if last and messages[-1]["role"] == "assistant":
-            return _Example(text, [last[1]], note="last")
-        return _Example(text, note="last")
-
-    def _added(
-        self, messages: Messages, options: Mapping[str, Any]
-    ) -> tuple[str, Span] | None:
-        """Finds the text that the last turn of a conversation, an answer, adds.
-
-        Returns:
-          The text of the conversation, and the answer's range of characters. None if
-          the text does not begin with the prompt of the answer.
-        """
-        try:
-            prompt, _ = self._render(
-                messages[:-1], add_generation_prompt=True, **options
-            )
-            text, _ = self._render(messages, **options)
-        except ConfigError:
-            # Some templates refuse chats that do not begin or end with a user's turn.
-            return None
-        if not text.startswith(prompt):
-            return None
-        return text, (len(prompt), len(text))
-
-    def _render(self, messages: Messages, **options: Any) -> tuple[str, list[Span]]:
-        """Renders messages by the template.
+    def _examples(self, documents: Sequence[Document]) -> Iterator[_Example]:
+        """Yields the text of each row, with the parts that are learned.
 
         Raises:
-          ConfigError: there is no template, or it refuses the messages.
+          ConfigError: the template refuses a row, or exceeds a limit.
+        """
+        rows = [json.loads(document.text) for document in documents]
+        chats = [self._chat_of(row) for row in rows]
+        rendered: Iterator[list[Rendered]] = iter(())
+        if self.template is not None:
+            rendered = self.template.render_all([chat for chat in chats if chat])
+        for document, row, chat in zip(documents, rows, chats, strict=True):
+            try:
+                if chat is None:
+                    yield self._text_example(row)
+                else:
+                    template = self._checked_template()
+                    views = next(rendered)
+                    yield _chat_example(row, views, marks=template.marks_answers)
+            except ConfigError as error:
+                raise ConfigError(f"{document.id}: {error}") from error
+
+    def _chat_of(self, row: Mapping[str, Any]) -> Chat | None:
+        """Chooses what is rendered of a row; None if its prompt is a text.
+
+        The first view is the whole conversation. Others are pairs: what prompts an
+        answer, and the conversation with that answer.
+        """
+        options = {"tools": row["tools"]} if "tools" in row else {}
+        if "messages" in row:
+            messages = row["messages"]
+            answers = [
+                end
+                for end, message in enumerate(messages, 1)
+                if message["role"] == "assistant"
+            ]
+            if self.template is not None and self.template.marks_answers:
+                answers = []
+        elif isinstance(row["prompt"], str):
+            return None
+        else:
+            messages = [*row["prompt"], *row["completion"]]
+            return Chat(
+                messages,
+                [View(len(messages)), View(len(row["prompt"]), prompts=True)],
+                options,
+            )
+        views = [View(len(messages))]
+        for end in answers:
+            views += [View(end - 1, prompts=True), View(end)]
+        return Chat(messages, views, options)
+
+    def _text_example(self, row: Mapping[str, Any]) -> _Example:
+        """Joins the texts of a prompt and its completion."""
+        prompt = row["prompt"]
+        text = prompt + row["completion"]
+        if not text.endswith(self._end):
+            text += self._end
+        return _Example(text, prompt=prompt, begins=True)
+
+    def _checked_template(self) -> ChatTemplate:
+        """Returns the template.
+
+        Raises:
+          ConfigError: there is none.
         """
         if self.template is None:
             raise ConfigError(
                 "messages need a chat template, and the tokenizer has none; "
                 "set data.chat_template=FILE.jinja"
             )
-        rendered: tuple[str, list[Span]] = self.template.render(messages, **options)
-        return rendered
+        return self.template
 
     def _turn_ends(self) -> list[int]:
         """Finds the special token that follows an answer; [] if there is none.
 
         For a tokenizer of bytes it is a control character.
         """
-        chat = [
+        if self.template is None:
+            return []
+        messages = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": _ANSWER},
         ]
-        try:
-            text, _ = self._render(chat)
-        except ConfigError:
-            return []
-        _, answer, end = text.rpartition(_ANSWER)
+        ((rendered,),) = self.template.render_all([Chat(messages, [View(2)])])
+        _, answer, end = rendered.text.rpartition(_ANSWER)  # no text if it is refused
         if not answer:
             return []
         possible_ends = set(self.tokenizer.special_tokens)
@@ -221,6 +225,54 @@ class ChatEncoder:
             possible_ends = {i for i in range(32) if chr(i) not in "\t\n\r"}
         first = self.tokenizer.encode(end)[:1].tolist()
         return [token for token in first if token in possible_ends]
+
+
+def _chat_example(
+    row: Mapping[str, Any], views: Sequence[Rendered], *, marks: bool
+) -> _Example:
+    """Finds what is learned of a rendered chat.
+
+    Args:
+      row: messages, or a prompt and its completion.
+      views: the views of `ChatEncoder._chat_of`.
+      marks: whether the template marks the assistant's text.
+
+    Raises:
+      ConfigError: the template refuses the row.
+    """
+    if "messages" not in row:
+        prompt = views[1].checked()
+        return _Example(views[0].checked().text, prompt=prompt.text)
+    whole = views[0].checked()
+    if marks:
+        return _Example(whole.text, whole.spans)
+    pairs = zip(views[1::2], views[2::2], strict=True)
+    answers = [_added(prompt, text) for prompt, text in pairs]
+    if all(answer and whole.text.startswith(answer[0]) for answer in answers):
+        return _Example(whole.text, [answer[1] for answer in answers if answer])
+    # The template renders an earlier turn differently once others follow.
+    last = answers[-1]
+    if last and row["messages"][-1]["role"] == "assistant":
+        return _Example(whole.text, [last[1]], note="last")
+    return _Example(whole.text, note="last")
+
+
+def _added(prompt: Rendered, text: Rendered) -> tuple[str, Span] | None:
+    """Finds the text that an answer, the last turn of a conversation, adds.
+
+    Args:
+      prompt: the conversation up to the answer, with the beginning of it.
+      text: the conversation with the answer.
+
+    Returns:
+      The text, and the answer's range of characters. None if the text does not begin
+      with the prompt, or the template refuses one of them. Some templates refuse chats
+      that do not begin or end with a user's turn.
+    """
+    is_refused = bool(prompt.refusal or text.refusal)
+    if is_refused or not text.text.startswith(prompt.text):
+        return None
+    return text.text, (len(prompt.text), len(text.text))
 
 
 def open_encoder(
@@ -250,8 +302,5 @@ def open_encoder(
             ) from error
     if not source:
         return ChatEncoder(tokenizer)
-    templates = extras.load("jaxdist.data.chat_template")
-    template = templates.load(
-        source, tokenizer.config.special, where=where, cache=config.cache_folder()
-    )
+    template = chat_template.load(source, tokenizer.config.special, where=where)
     return ChatEncoder(tokenizer, template)

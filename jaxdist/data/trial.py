@@ -1,4 +1,4 @@
-"""Trial of files that are programs (tokenizers, chat templates) before their use.
+"""Trial of files that are programs (tokenizers) before their use.
 
 The trial runs in a process with limits.
 """
@@ -81,8 +81,8 @@ def _run(module: str, content: bytes) -> None:
     fault = one_line(done.stdout.decode("utf-8", "replace"))
     if done.returncode == -signal.SIGXCPU:
         fault = (
-            f"it takes more than {_SECONDS} s for short texts: "
-            "a pattern or a loop without end"
+            f"it takes more than {_SECONDS} s for short texts: a pattern almost without "
+            "end"
         )
     elif not done.stdout.strip():  # the package has ended the process
         fault = (

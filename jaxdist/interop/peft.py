@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxdist.config import ConfigError
+from jaxdist.config.patterns import is_whole, pattern_faults
 from jaxdist.interop.families import Family, Shapes, Stored, TensorPart
 from jaxdist.interop.hf_reader import all_finite, open_tensors
 from jaxdist.models.lora import LoraConfig
@@ -28,6 +29,7 @@ from jaxdist.storage.untrusted import read_json
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_MODULE_ENDS = r"(.*\.)?({})"  # pattern of modules whose name ends with a pattern
 _SHOWN = 12  # faults that a message lists
 _DEFAULT_ALPHA = 8  # PEFT's default
 # Fields of adapter_config.json that change an adapter's effect, with supported values;
@@ -204,26 +206,11 @@ def _scale_faults(fields: Mapping[str, Any]) -> list[str]:
     patterns = fields.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         return [f"alpha_pattern={patterns!r:.40}: a mapping is required"]
-    faults = [
-        f"alpha_pattern has {key!r:.40}, no plain name"
-        for key in patterns
-        if not _is_safe(key)
-    ]
+    faults = list(pattern_faults("alpha_pattern", patterns, _MODULE_ENDS))
     for name, alpha in (alphas | patterns).items():
         if type(alpha) not in (int, float) or not math.isfinite(alpha):
             faults.append(f"{name}={alpha!r:.40}: a number is required")
     return faults
-
-
-def _is_safe(pattern: str) -> bool:
-    """Checks that a file's regex is valid, and fast because it repeats nothing."""
-    if not re.fullmatch(r"[\w.|()\\^$\[\]-]{1,200}", pattern):
-        return False
-    try:
-        re.compile(f"({pattern})")
-    except re.error:
-        return False
-    return True
 
 
 def _read_module(
@@ -330,7 +317,7 @@ def _scale(fields: Mapping[str, Any], module: str, rank: int) -> float:
     """Computes the factor that PEFT multiplies a module's B A with."""
     alpha: float = fields.get("lora_alpha", _DEFAULT_ALPHA)
     for pattern, pattern_alpha in (fields.get("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+        if is_whole(_MODULE_ENDS.format(pattern), module):
             alpha = pattern_alpha
             break
     divisor = math.sqrt(rank) if fields.get("use_rslora") else rank

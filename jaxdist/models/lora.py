@@ -19,7 +19,6 @@ created here, in stacks like W, and qwix does the quantisation. Sources: LoRA
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from jaxdist.config.annotations import (
     PositiveFloat,
     Share,
 )
+from jaxdist.config.patterns import is_found, pattern_faults
 from jaxdist.models import layers
 from jaxdist.ops.dense_matmul import FrozenKernel
 from jaxdist.ops.matmul import project, project_lightly
@@ -48,6 +48,8 @@ from jaxdist.protocols.param_names import Names, in_stack
 
 Base = Literal["none", "int8", "nf4"]
 Build = Callable[[nnx.Rngs], Any]
+
+_PATH_ENDS = "(^|/)({})$"  # pattern of paths whose end matches a pattern
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,7 @@ class LoraConfig:
 
     def faults(self) -> Iterator[str]:
         """Yields a message for each conflict of values, with its fix."""
-        for pattern in self.targets:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                yield f"lora.targets: {pattern!r} is no regex: {error}"
+        yield from pattern_faults("lora.targets", self.targets, _PATH_ENDS)
         if self.rank and not self.targets:
             yield 'lora.targets is empty; name kernels, for example ("query", "value")'
         for name in ("base", "from_peft"):
@@ -310,15 +308,19 @@ def _find_targets(
     """Finds the kernels that lora.targets names, by path.
 
     Raises:
-      ConfigError: a target matches no kernel.
+      ConfigError: a target is invalid, or matches no kernel.
     """
     kernels = {
         path: shape for path, shape in shapes.items() if isinstance(shape, Shape)
     }
     targets: dict[str, Shape] = {}
-    faults = []
+    faults = list(pattern_faults("lora.targets", config.targets, _PATH_ENDS))
+    if faults:
+        raise ConfigError(faults)
     for pattern in config.targets:
-        matches = [path for path in shapes if re.search(rf"(^|/)({pattern})$", path)]
+        matches = [
+            path for path in shapes if is_found(_PATH_ENDS.format(pattern), path)
+        ]
         found = {path: kernels[path] for path in matches if path in kernels}
         targets |= found
         if not found:

@@ -1,6 +1,5 @@
 """Options of optimizers and learning-rate schedules, with their ranges."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,6 +14,7 @@ from jaxdist.config.annotations import (
     ReadWith,
     Share,
 )
+from jaxdist.config.patterns import pattern_faults
 
 # given: an optimizer that was passed to jaxdist.fit
 OptimizerName = Literal["adamw", "lion", "adafactor", "sgd", "muon", "given"]
@@ -80,14 +80,10 @@ class OptimizerConfig:
     nonfinite_limit: NonNegativeInt = 10
 
     def faults(self) -> Iterator[str]:
-        """Yields a message for each pattern that is no regular expression."""
-        patterns = [(pattern, "frozen") for pattern in self.frozen]
-        patterns += [(pattern, "groups") for pattern, *_ in self.groups]
-        for pattern, field in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                yield f"optimizer.{field}: {pattern!r} is no regular expression ({error})"
+        """Yields a message for each pattern that cannot be used."""
+        yield from pattern_faults("optimizer.frozen", self.frozen)
+        groups = [pattern for pattern, *_ in self.groups]
+        yield from pattern_faults("optimizer.groups", groups)
 
 
 def warmup_faults(config: OptimizerConfig, train_steps: int) -> Iterator[str]:

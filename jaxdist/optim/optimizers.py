@@ -13,7 +13,6 @@ kernel rank 3 or 4. A stack always counts as that many separate parameters.
 
 import functools
 import math
-import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ import optax
 from optax import contrib
 
 from jaxdist.config import ConfigError, trees
+from jaxdist.config.patterns import is_found
 from jaxdist.config.schema import faults
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.roles import Role, decay_mask, roles
@@ -332,7 +332,7 @@ def group_faults(config: OptimizerConfig, paths: Collection[str]) -> list[str]:
 def _group_of(config: OptimizerConfig, path: str) -> int | None:
     """Finds the number of a parameter's group, the first that matches, if any."""
     for number, (pattern, *_) in enumerate(config.groups):
-        if re.search(pattern, path):
+        if is_found(pattern, path):
             return number
     return None
 

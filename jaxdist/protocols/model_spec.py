@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.config import ConfigError, trees
+from jaxdist.config.patterns import is_found, pattern_faults
 from jaxdist.protocols import param_names
 from jaxdist.protocols.model import is_staged, layers_of, pattern_of
 from jaxdist.protocols.objective import NextToken, Objective, WholeModel, token_faults
@@ -303,20 +303,26 @@ def describe(
 
     Args:
       build: builds the model.
-      frozen: regexes (`re.search`) of paths such as "blocks/attention/query".
+      frozen: regexes (as by `re.search`) of paths such as "blocks/attention/query".
       rules: (path regex, names of the dims), see `param_names.name_parameters`.
 
     Raises:
-      ConfigError: the model cannot be built, a regex matches no parameter, no parameter
-        is left to train, or names do not fit.
+      ConfigError: the model cannot be built, a regex is invalid or matches no parameter,
+        no parameter is left to train, or names do not fit.
     """
+    faults = [
+        *pattern_faults("optimizer.frozen", frozen),
+        *pattern_faults("sharding.rules", [pattern for pattern, _ in rules]),
+    ]
+    if faults:
+        raise ConfigError(faults)
     model = _abstract_model(build)
     staged = is_staged(model)
     names, misfits = param_names.name_parameters(model, rules, staged=staged)
     faults = [
         f"optimizer.frozen: {pattern!r} finds no parameter; there are: {', '.join(list(names)[:8])}"
         for pattern in frozen
-        if not any(re.search(pattern, path) for path in names)
+        if not any(is_found(pattern, path) for path in names)
     ]
     parts = _split(model, frozen)
     if not jax.tree.leaves(parts.trainable):
@@ -402,7 +408,7 @@ def _split(model: nnx.Module, frozen: Sequence[str]) -> _Parts:
         if not jnp.issubdtype(leaf.get_value().dtype, jnp.floating):
             return True
         name = "/".join(map(str, path))
-        return any(re.search(pattern, name) for pattern in frozen)
+        return any(is_found(pattern, name) for pattern in frozen)
 
     graph, *states = nnx.split(model, is_frozen, nnx.Param, nnx.RngState, ...)
     parts = [nnx.to_pure_dict(state) for state in states]

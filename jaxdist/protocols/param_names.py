@@ -1,6 +1,5 @@
 """Logical names of parameters, from the model, from flax, or from config rules."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
@@ -9,6 +8,7 @@ from typing import Any
 from flax import nnx
 
 from jaxdist.config import suggest
+from jaxdist.config.patterns import is_found, pattern_faults
 
 Names = tuple[str | None, ...]
 
@@ -45,6 +45,10 @@ class ShardingConfig:
 
     # (path regex, "name or None for each dim"); the first match wins
     rules: tuple[tuple[str, str], ...] = ()
+
+    def faults(self) -> Iterator[str]:
+        """Yields a message for each pattern that cannot be used."""
+        yield from pattern_faults("sharding.rules", [rule for rule, _ in self.rules])
 
 
 def name_parameters(
@@ -157,7 +161,7 @@ def _without_stack(names: Names) -> Names:
 def _rule_number(path: str, rules: Sequence[tuple[str, Names]]) -> int | None:
     """Finds the number of the first rule that matches a path, if any."""
     for number, (pattern, _) in enumerate(rules):
-        if re.search(pattern, path):
+        if is_found(pattern, path):
             return number
     return None
 

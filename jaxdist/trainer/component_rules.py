@@ -61,7 +61,7 @@ def model_faults(config: RunConfig) -> list[str]:
     """Lists faults that keep the model from being described: options, patterns, sizes."""
     faults = registry.option_faults(config.model_class, config.model_options)
     # These groups have patterns, which choose parameters of the model.
-    for part in ("lora", "optimizer"):
+    for part in ("lora", "optimizer", "sharding"):
         faults += schema.faults(getattr(config, part), f"{part}.")
     return [*faults, *_size_faults(config)]
 

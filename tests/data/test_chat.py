@@ -4,7 +4,16 @@ what is refused.
 
 import dataclasses
 import json
+import multiprocessing
+import os
 import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +37,7 @@ from support.chats import (
     write_rows,
     write_tokenizer,
 )
+from support.paths import ROOT
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,7 +68,7 @@ def test_the_assistants_turns_and_their_ends_are_learned(name, tmp_path):
     assert not counts
     end = "<|eot_id|>" if name == "headers" else "<|im_end|>\n"
     for messages, tokens, learned in zip(conversations(), ids, weights, strict=True):
-        text = encoder.template.render(messages)[0]
+        text = encoder.template.render(messages).text
         assert (
             tokens.tolist()
             == tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
@@ -154,12 +164,14 @@ def test_templates_see_what_transformers_gives_them():
     )
     template = chat_template.ChatTemplate(source, {"eos_token": "</s>"})
     messages = [{**turn("user", "é"), "more": {"b": "<é>", "a": 1}}, turn("tool", "no")]
-    text, spans = template.render(messages)
-    assert text == 'é</s>{"b": "<é>", "a": 1}\n20NoneTrue'
-    assert spans == []
+    rendered = template.render(messages)
+    assert rendered.text == 'é</s>{"b": "<é>", "a": 1}\n20NoneTrue'
+    assert rendered.spans == []
     with pytest.raises(ConfigError, match="its chat template fails: too long: <3"):
         template.render(messages * 2)
-    assert chat_template.ChatTemplate("{{ undefined_name }}x", {}).render([])[0] == "x"
+    assert (
+        chat_template.ChatTemplate("{{ undefined_name }}x", {}).render([]).text == "x"
+    )
     with pytest.raises(ConfigError, match="its chat template fails: .*bos_token"):
         chat_template.ChatTemplate("{{ bos_token + 'x' }}", {}).render([])
 
@@ -441,22 +453,199 @@ def test_a_row_that_the_template_refuses_is_named(tmp_path):
     assert fault == "odd: its chat template fails: begin with a user"
 
 
+def when(content: str, harm: str) -> str:
+    """Returns a template that does harm to a conversation with this text alone."""
+    return f"{{% if messages[0].content == '{content}' %}}{harm}{{% endif %}}" + PLAIN
+
+
 ENDLESS = (
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 )
+ENDLESS_TEXT = (
+    "{% for a in range(99999) %}{{ 'x' * 50000 }}{% endfor %}"  # of small parts
+)
+CALLS_ITSELF = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
+HARM = {
+    "memory": ("{{ 'x' * 1500000000 }}", "more than 1024 MiB of memory"),
+    "length": (ENDLESS_TEXT, "more than 100,000 characters"),
+    "depth": (CALLS_ITSELF, "calls itself without end"),
+}
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
         ("{% for %}", "line 1: "),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "recursion"),
+        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "too many statically nested"),
+        ("x" * (1 << 20), "more than 1,048,576 bytes"),
         pytest.param(ENDLESS, "takes more than 4 s", marks=pytest.mark.slow),
+        *HARM.values(),
     ],
 )
 def test_a_harmful_template_is_refused(source, words, tmp_path):
     (fault,) = refusal(options_of(tmp_path, source))
     assert fault.startswith("the tokenizer's chat template: ")
     assert words in fault
+
+
+@pytest.mark.parametrize("kind", HARM)
+def test_a_template_that_harms_one_row_names_the_row_and_its_limit(kind, tmp_path):
+    harm, words = HARM[kind]
+    chats = [
+        {"messages": [turn("user", str(n)), turn("assistant", "y")], "id": f"row {n}"}
+        for n in range(9)
+    ]
+    write_rows(tmp_path / "rows.jsonl", chats)
+    (fault,) = refusal(options_of(tmp_path, when("6", harm)))
+    assert fault.startswith("row 6: the tokenizer's chat template: it ")
+    assert words in fault
+
+
+def test_a_template_that_harms_a_prompt_is_named_and_serves_the_next(tmp_path):
+    encoder = encoder_of(tmp_path / "model", when("k", HARM["memory"][0]))
+    with pytest.raises(
+        ConfigError, match="the tokenizer's chat template: it needs more"
+    ):
+        encoder.prompt([turn("user", "k")])
+    assert len(encoder.prompt([turn("user", "l")]))
+
+
+def test_a_limit_is_no_refusal_of_a_view(tmp_path):
+    """Answers whose prompt is refused are skipped; one that exceeds a limit is not."""
+    harm = "{% if messages | length == 3 %}" + HARM["depth"][0] + "{% endif %}"
+    encoder = encoder_of(tmp_path / "model", harm + PLAIN)
+    chat = [turn(role, "x") for role in ("user", "assistant") * 2]
+    with pytest.raises(ConfigError, match="0: the tokenizer's chat template: it nests"):
+        encoded(encoder, [{"messages": chat}])
+
+
+def test_many_rows_in_several_batches_keep_their_order(tmp_path, monkeypatch):
+    encoder = encoder_of(tmp_path / "model", PLAIN)
+    whole = encoded(encoder, rows("messages"))
+    monkeypatch.setattr(chat_template, "_BATCH_BYTES", 700)
+    for one, two in zip(whole[0], encoded(encoder, rows("messages"))[0], strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+# --- The process that renders ---------------------------------------------------------
+
+ECHO = "{{ messages[0].content }}"
+
+
+def process_of(template) -> int:
+    return template._process._popen.pid
+
+
+def is_running(pid: int) -> bool:
+    """Returns whether a process is there and no zombie."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for_end(pid: int) -> None:
+    """Waits until a process has ended; fails after a minute."""
+    deadline_s = time.monotonic() + 60
+    while is_running(pid):
+        assert time.monotonic() < deadline_s, "it is left over"
+        time.sleep(0.05)
+
+
+def test_one_process_answers_all_and_ends_with_its_template():
+    template = chat_template.ChatTemplate(ECHO, {})
+    first = process_of(template)
+    for n in range(3):
+        assert template.render([turn("user", str(n))]).text == str(n)
+    assert process_of(template) == first
+    del template
+    assert not is_running(first)
+
+
+def test_a_process_that_was_killed_is_named_and_started_again():
+    template = chat_template.ChatTemplate(ECHO, {})
+    os.kill(process_of(template), signal.SIGSTOP)
+    killed = threading.Timer(0.2, os.kill, (process_of(template), signal.SIGKILL))
+    killed.start()
+    with pytest.raises(ConfigError, match="the chat template: its process was killed"):
+        template.render([turn("user", "x")])
+    assert template.render([turn("user", "x")]).text == "x"
+
+
+def test_threads_share_a_process():
+    template = chat_template.ChatTemplate(ECHO, {})
+    texts = [str(n) for n in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        rendered = list(
+            pool.map(lambda text: template.render([turn("user", text)]), texts)
+        )
+    assert [one.text for one in rendered] == texts
+
+
+def test_a_process_that_has_ended_is_no_fault_of_a_fork_or_another_thread():
+    template = chat_template.ChatTemplate(ECHO, {})
+    process = template._process
+    process._end()
+    process.forget()
+    assert process.ask(b"", 1) == (
+        [],
+        "its process has ended with chats of another thread",
+    )
+    assert template.render([turn("user", "x")]).text == "x"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_another_process_starts_its_own(method):
+    """The first one's ends although the other still runs, and holds its pipes."""
+    template = chat_template.ChatTemplate(ECHO, {})
+    first = process_of(template)
+    context = multiprocessing.get_context(method)
+    results = context.Queue()
+    stop = context.Event()
+    other = context.Process(target=_render_elsewhere, args=(template, results, stop))
+    other.start()
+    try:
+        text, second = results.get(timeout=120)
+        assert text == "there"
+        assert second != first
+        assert template.render([turn("user", "here")]).text == "here"
+        template._process._end.detach()  # as if this process had been killed
+        for pipe in (template._process._popen.stdin, template._process._popen.stdout):
+            pipe.close()
+        template._process._popen.wait(60)
+    finally:
+        stop.set()
+        other.join(60)
+    wait_for_end(second)
+
+
+def _render_elsewhere(template, results, stop) -> None:
+    text = template.render([turn("user", "there")]).text
+    results.put((text, process_of(template)))
+    stop.wait(120)
+
+
+PARENT = f"""
+import sys, time
+from jaxdist.data.chat_template import ChatTemplate
+template = ChatTemplate({ECHO!r}, {{}})
+template.render([{{"role": "user", "content": "x"}}])
+print(template._process._popen.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_is_left_when_its_parent_is_killed(number):
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as parent:
+        pid = int(parent.stdout.readline())
+        assert is_running(pid)
+        parent.send_signal(number)
+    wait_for_end(pid)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist.config import ConfigError
-from jaxdist.data import DataConfig, SourceError, open_dataset
+from jaxdist.data import DataConfig, SourceError, bpe, open_dataset
 from jaxdist.data.sources.documents import Corpus, Document
 from jaxdist.data.sources.megatron import open_megatron
 from jaxdist.data.token_cache import TextEncoder, open_tokens
@@ -589,6 +589,18 @@ def test_a_tokenizer_that_fails_on_a_text_alone_is_named(tmp_path):
         "tokenizer": str(tmp_path / "t.json"),
     }
     assert "cannot encode" in refusal(tmp_path / "cache", **options)
+
+
+def test_a_tokenizer_that_takes_long_for_a_text_alone_is_named(
+    tmp_path, monkeypatch, capfd
+):
+    (tmp_path / "t.json").write_text(with_pattern(r"(?:kx)*(?:kx)*(?<=z)"))
+    tokenizer = bpe.load(tmp_path / "t.json")
+    monkeypatch.setattr(bpe, "_PATIENCE_S", 0.01)
+    tokenizer.encode("kx" * 300)
+    assert (
+        "data: the tokenizer (data.tokenizer) has worked 0 s" in capfd.readouterr().err
+    )
 
 
 def test_a_tokenizer_is_tried_out_once(tmp_path, monkeypatch):

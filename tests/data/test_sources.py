@@ -223,6 +223,25 @@ def test_a_hidden_folder_that_may_not_be_read_is_left_out(tmp_path, closed_folde
     assert file.id == "a.txt"
 
 
+@pytest.mark.parametrize("source", ["text", "megatron"])
+def test_a_glob_reads_each_folder_a_few_times(source, tmp_path, monkeypatch):
+    """Two `**` could meet in each folder between them."""
+    tmp_path.joinpath(*"abcdefghijklmn").mkdir(parents=True)
+    read = []
+    scandir = os.scandir
+
+    def counting(path):
+        read.append(path)
+        assert len(read) < 1000, "folders are read again and again"
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", counting)
+    config = DataConfig(source=source, path=str(tmp_path / ("**/*/" * 6 + "none")))
+    with pytest.raises(ConfigError, match="no text file there|no file"):
+        SOURCES[source].open(config)
+    assert len(read) >= 15
+
+
 @pytest.mark.parametrize(
     "glob",
     ["*", "**/*", "**/*.txt", "a/**/*", "*/b/*.txt", "?/[bc]/*", "**/b/**/*", "no/*"],

@@ -37,9 +37,11 @@ OF_DATA += (
     "token cache's table",
     "token cache's tokens",
     "tokenizer.json",
+    "patterns of a config",
+    "patterns of an adapter",
 )
 COSTLY = "state"  # which restores a checkpoint for each input
-WALL_S = 60  # for an answer: the program itself limits a reader's processor time
+WALL_S = 150  # for an answer: the program itself limits a reader's processor time
 
 
 @pytest.fixture(scope="module", name="run")

@@ -196,7 +196,7 @@ def test_targets_are_kernels_by_the_ends_of_their_paths():
     [
         ({"lora.rank": -1}, "lora.rank: got -1, required int >= 0"),
         ({"lora.alpha": 0.0}, "lora.alpha: got 0.0, required float > 0"),
-        ({"lora.targets": ("(",)}, "is no regex"),
+        ({"lora.targets": ("(",)}, "is no regular expression"),
         ({"lora.targets": ()}, "lora.targets is empty"),
         (
             {"lora.rank": 0, "lora.base": "int8"},
@@ -677,9 +677,14 @@ def test_an_adapter_that_peft_wrote_gives_pefts_logits_and_comes_back(name, tmp_
         ({"lora_alpha": "8"}, {}, "lora_alpha='8': a number is required"),
         ({"alpha_pattern": 3}, {}, "alpha_pattern=3: a mapping is required"),
         (
-            {"alpha_pattern": {"(a*)*b": 2.0}},
+            {"alpha_pattern": {"(q": 2.0}},
             {},
-            "alpha_pattern has '(a*)*b', no plain name",
+            "alpha_pattern: '(q' is no regular expression",
+        ),
+        (
+            {"alpha_pattern": {r"(q)\1": 2.0}},
+            {},
+            r"alpha_pattern: '(q)\\1' has a reference to a group",
         ),
         (
             {},
@@ -702,6 +707,28 @@ def test_an_adapter_that_is_another_is_refused(changes, config, said, tmp_path):
     (folder / peft.WEIGHTS).write_bytes(b"")
     with pytest.raises(ConfigError, match="no adapter that PEFT wrote"):
         peft.read(folder, interop.FAMILIES["llama"], config, shapes)
+
+
+def test_alphas_are_those_of_pefts_patterns_and_none_takes_long(tmp_path):
+    folder = shutil.copytree(PEFT / "llama", tmp_path / "adapter")
+    about = json.loads((folder / peft.CONFIG).read_text())
+    about["alpha_pattern"] = {
+        "(([a-z_.0-9]+)+)+!": 3.0,  # `re` would not end
+        r"layers\.(?!0\b)\d+\..*q_proj": 16.0,
+    }
+    (folder / peft.CONFIG).write_text(json.dumps(about))
+    config = FOREIGN["llama"]
+    model = lora.adapted(loaded(FOLDERS / "llama")[0].build, config)
+    with pytest.raises(ConfigError) as raised:
+        peft.read(
+            folder,
+            interop.FAMILIES["llama"],
+            config,
+            shapes_of(describe(model).trainable),
+        )
+    modules = [fault.split()[1] for fault in raised.value.faults]
+    assert modules == [f"model.layers.{layer}.self_attn.q_proj" for layer in (1, 2)]
+    assert "alpha / rank = 4, lora.alpha=8 makes it 2" in str(raised.value)
 
 
 @pytest.mark.parametrize(

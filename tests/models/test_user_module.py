@@ -660,6 +660,8 @@ def test_the_rules_of_the_docs_are_read():
     ("rules", "expected"),
     [
         ((("nowhere", "d_ff"),), "'nowhere' matches no parameter"),
+        ((("(", "d_ff"),), "sharding.rules: '(' is no regular expression"),
+        (((r"(u)\1", "d_ff"),), r"sharding.rules: '(u)\\1' has a reference"),
         (
             (("up/kernel", "d_ff"),),
             "'up/kernel' gives up/kernel 1 names for its 2 dims (16, 32)",
@@ -688,7 +690,12 @@ def test_patterns_that_find_nothing_are_faults_and_frozen_is_in_the_fingerprint(
         in str(error.value)
     )
     with pytest.raises(ConfigError) as error:
-        validated(PLAIN, optimizer__groups=(("^table", 2.0, None), ("(", -1.0, 0.0)))
+        validated(
+            PLAIN,
+            optimizer__groups=(("^table", 2.0, None), ("(", -1.0, 0.0)),
+            sharding__rules=((")", "d_ff"),),
+        )
+    assert "sharding.rules: ')' is no regular expression" in str(error.value)
     assert "'(' is no regular expression" in str(error.value)
     assert "float >= 0" in str(error.value)
     with pytest.raises(ConfigError, match="'.table' finds no trained parameter"):

@@ -513,3 +513,111 @@ def numbers(layout: str) -> Format:
         return _byte_tricks(sound) + made
 
     return Format(tricks, _edit_bytes)
+
+
+# --- programs: chat templates and patterns --------------------------------------------
+
+_HARMFUL_TEMPLATES = (
+    "{{ 'x' * 1500000000 }}",
+    "{% for a in range(99999) %}{{ 'x' * 50000 }}{% endfor %}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ 9 ** 9 ** 9 }}",
+    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+    "{% for a in b %}" * 40 + "{% endfor %}" * 40,
+    "{{ raise_exception('\n' * 9999) }}",
+    "{% set x = namespace(a=['y']) %}{% for i in range(40) %}{% set x.a = x.a + x.a %}"
+    "{% endfor %}{{ x.a }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{% include '/etc/passwd' %}",
+    "{{ '%9999999999s' % 1 }}",
+    "{{ '{:>9999999999}'.format(1) }}",
+    "{{ lipsum(n=10000) }}",
+    "{{ 'x' | center(2000000000) }}",
+    "{% generation %}" * 60 + "{% endgeneration %}" * 60,
+    "{{ strftime_now('%Y' * 100000) }}",
+)
+_TEMPLATE_PARTS = (
+    "{% for a in messages %}",
+    "{% endfor %}",
+    "{% if messages %}",
+    "{% endif %}",
+    "{% generation %}",
+    "{% endgeneration %}",
+    "{{ messages | tojson }}",
+    "{{ messages * 1000 }}",
+    "{{ messages[0].content * 100000 }}",
+    "{% set m = messages %}",
+    "{{ m.content | replace('e', 'ee' * 1000) }}",
+    "{% for a in range(1000) %}",
+    "{{ loop.index ** loop.length }}",
+    "{{ raise_exception('no') }}",
+    "{{",
+    "}}",
+    "{%",
+    "%}",
+    "{#",
+    "\ud7ff\0",
+)
+_HARMFUL_PATTERNS = (
+    "(([a-z/_]+)+)+!",
+    "(.*)*" * 30 + "!",
+    "(a|a|a)*" * 50 + "!",
+    "(?=(.*)*!)" * 40,
+    ".*" * 490 + "!",
+    "((.{1,99}){1,99}){1,99}!",
+    "a{999999999999999999999999}",
+    "(" * 499 + ")" * 499,
+    r"(\w+)\1+!",
+    "(?i)" + r"[\0-\U0010ffff]" * 60,
+    "[",
+    "(?",
+    "\\",
+    "*",
+)
+_PATTERN_PARTS = (
+    *"()*+|[]^$.?!{}\\-\0é\n",
+    r"\w",
+    r"\1",
+    r"\b",
+    "{3}",
+    "{1,9}",
+    "{99999}",
+    "(?=",
+    "(?!",
+    "(?<=",
+    "(?i)",
+    "(.*)*",
+    "([a-z/_]+)+",
+    "blocks",
+)
+
+
+def _text_edit(parts: tuple[str, ...]) -> Callable[[bytes, Random], bytes]:
+    """Returns edits of a text: parts added, cut out, and repeated."""
+
+    def edit(sound: bytes, random: Random) -> bytes:
+        if random.random() < 0.1:
+            return _edit_bytes(sound, random)
+        text = sound.decode()
+        for _ in range(random.choice((1, 2, 4, 8))):
+            begin = random.randrange(len(text) + 1)
+            end = min(len(text), begin + random.randrange(30))
+            kind = random.randrange(4)
+            if kind == 0:
+                text = text[:begin] + text[end:]
+            elif kind == 1:
+                text = text[:begin] + text[begin:end] * random.randrange(9) + text[end:]
+            else:
+                text = text[:begin] + random.choice(parts) + text[begin:]
+        return text.encode("utf-8", "surrogatepass")
+
+    return edit
+
+
+def _text_tricks(harmful: tuple[str, ...]) -> Callable[[bytes], list[bytes]]:
+    return lambda sound: [*_byte_tricks(sound), *(text.encode() for text in harmful)]
+
+
+TEMPLATE = Format(_text_tricks(_HARMFUL_TEMPLATES), _text_edit(_TEMPLATE_PARTS))
+PATTERN = Format(_text_tricks(_HARMFUL_PATTERNS), _text_edit(_PATTERN_PARTS))

@@ -33,23 +33,29 @@ from jaxdist.checkpoint import __main__ as checkpoint_command
 from jaxdist.checkpoint import integrity
 from jaxdist.checkpoint.folders import CheckpointError, list_steps, read_step
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import ConfigError, trees
+from jaxdist.config import ConfigError, schema, trees
 from jaxdist.data import (
+    ByteTokenizer,
     DataConfig,
     SourceError,
     bpe,
+    chat,
     open_dataset,
     sample_shapes,
 )
+from jaxdist.data.sources.documents import Document
 from jaxdist.interop import peft
 from jaxdist.interop.families import FAMILIES
 from jaxdist.models import lora
 from jaxdist.operations.launch.run_progress import ProgressReader
 from jaxdist.operations.page import html, status, summary
+from jaxdist.optim.config import OptimizerConfig
+from jaxdist.optim.optimizers import group_faults
 from jaxdist.parallel.pipeline.schedules import table
 from jaxdist.planner import run_in_workdir, targets
 from jaxdist.planner.compiler import read_entry
-from jaxdist.protocols.model_spec import describe
+from jaxdist.protocols.model_spec import ModelSpec, describe
+from jaxdist.protocols.param_names import ShardingConfig
 from jaxdist.storage import run_format
 from jaxdist.storage.digest import digest
 from jaxdist.telemetry import metrics
@@ -63,6 +69,7 @@ from jaxdist.trainer import (
 )
 from jaxdist.trainer.health import SKIPPED_FILE, SkippingDataset
 from support import mutations
+from support.chats import PLAIN, conversations
 from support.mutations import (
     ARCHIVE,
     ARRAY,
@@ -70,6 +77,8 @@ from support.mutations import (
     JSON,
     LINES,
     PACKED,
+    PATTERN,
+    TEMPLATE,
     TENSORS,
     Format,
 )
@@ -77,7 +86,7 @@ from support.paths import DATA
 from support.weight_sources import apply_weight_source
 
 LIMIT_S, LIMIT_BYTES = 5, 1 << 30
-WAIT_S = 30  # on a machine with other work
+WAIT_S = 100  # on a machine with other work
 ERRORS = (ConfigError, CheckpointError, SourceError)
 
 
@@ -329,6 +338,7 @@ def _of_models(work: Path) -> dict[str, Reader]:
             chosen = lora.LoraConfig(
                 rank=4, alpha=8, targets=("query", "value", "down")
             )
+            plain = spec
             adapted = describe(lora.adapted(spec.build, chosen)).trainable
     factors = {path: x.shape for path, x in trees.flatten_names(adapted).items()}
 
@@ -353,6 +363,63 @@ def _of_models(work: Path) -> dict[str, Reader]:
             [adapters / "llama" / "adapter_model.safetensors"], TENSORS, adapter
         ),
         "tokenizer.json": Reader([hf / "smollm" / "tokenizer.json"], JSON, _tokenize),
+    } | _of_programs(work, adapter, plain)
+
+
+def _of_programs(
+    work: Path, read_adapter: Callable[[Path], object], model: ModelSpec
+) -> dict[str, Reader]:
+    """Returns what reads chat templates and patterns, each pattern on a line."""
+    chats = work / "chat.jinja"
+    chats.write_text(PLAIN)
+    config_patterns = work / "config.patterns"
+    config_patterns.write_text("^blocks\nattention/(query|key)$\n(?!.*norm).*\n")
+    adapter_patterns = work / "adapter.patterns"
+    adapter_patterns.write_text("q_proj\n(?!model.layers.0).*v_proj\n")
+    about = work / "peft" / "llama" / "adapter_config.json"
+    sound = json.loads(about.read_text())
+
+    def template(file: Path) -> object:
+        config = DataConfig(format="chat", chat_template=str(file))
+        encoder = chat.open_encoder(config, ByteTokenizer())
+        rows = [{"messages": messages} for messages in conversations(4)]
+        documents = [Document("row", json.dumps(row)) for row in rows]
+        return encoder.encode(documents), encoder.prompt(rows[0]["messages"])
+
+    def of_config(file: Path) -> object:
+        found = tuple(file.read_text(errors="replace").splitlines())
+        groups = tuple((pattern, 1.0, None) for pattern in found)
+        rules = tuple((pattern, "None") for pattern in found)
+        optimizer = OptimizerConfig(frozen=found, groups=groups)
+        adapters = lora.LoraConfig(rank=4, targets=found)
+        faults = [*schema.faults(optimizer), *schema.faults(adapters)]
+        faults += schema.faults(ShardingConfig(rules))
+        for use in (
+            lambda: describe(model.build, frozen=found, rules=rules),
+            lambda: describe(lora.adapted(model.build, adapters)),
+        ):
+            try:
+                use()
+            except ConfigError as error:
+                faults += error.faults
+        if faults:
+            raise ConfigError(faults)
+        return group_faults(optimizer, list(trees.flatten_names(model.trainable)))
+
+    def of_adapter(file: Path) -> object:
+        found = file.read_text(errors="replace").splitlines()
+        about.write_text(
+            json.dumps(sound | {"alpha_pattern": dict.fromkeys(found, 8.0)})
+        )
+        try:
+            return read_adapter(about)
+        finally:
+            about.write_text(json.dumps(sound))
+
+    return {
+        "chat template": Reader([chats], TEMPLATE, template),
+        "patterns of a config": Reader([config_patterns], PATTERN, of_config),
+        "patterns of an adapter": Reader([adapter_patterns], PATTERN, of_adapter),
     }
 
 

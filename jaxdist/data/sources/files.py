@@ -88,7 +88,7 @@ def _find(entry: Path, endings: tuple[str, ...]) -> list[File]:
             if not endings or file.id.endswith(endings)
         ]
     else:
-        files = _find_pattern(entry)
+        files = [_file_below(root, path) for root, path in _matches(entry)]
     return sorted(files, key=lambda file: file.id)
 
 
@@ -118,13 +118,30 @@ def _file_below(root: Path, path: Path) -> File:
     return File(path, path.relative_to(root).as_posix())
 
 
-def _find_pattern(entry: Path) -> list[File]:
-    """Finds the files of a glob; [] if the path has no wildcard."""
+def find_matches(entry: Path) -> list[Path]:
+    """Finds the files of a glob, sorted. A path without wildcards is its own match.
+
+    Raises:
+      OSError: a folder cannot be read.
+      ValueError: the entry is no glob.
+    """
+    if entry.is_file():
+        return [entry]
+    return sorted(path for _, path in _matches(entry))
+
+
+def _matches(entry: Path) -> list[tuple[Path, Path]]:
+    """Finds the files of a glob, each with the folder before the first wildcard.
+
+    [] if the path has no wildcard.
+    """
     for depth, part in enumerate(entry.parts):
         if _has_wildcards(part):
             root = Path(*entry.parts[:depth])
-            paths = dict.fromkeys(_glob(root, _parts_of_pattern(entry.parts[depth:])))
-            return [_file_below(root, path) for path in paths if path.is_file()]
+            parts = _parts_of_pattern(entry.parts[depth:])
+            return [
+                (root, path) for path in _glob(root, parts, set()) if path.is_file()
+            ]
     return []
 
 
@@ -147,35 +164,42 @@ def _parts_of_pattern(parts: Sequence[str]) -> list[str]:
     return kept
 
 
-def _glob(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
-    """Yields the paths of a glob below a folder, some more than once.
+def _glob(
+    folder: Path, pattern: Sequence[str], seen: set[tuple[Path, int]]
+) -> Iterator[Path]:
+    """Yields the paths of a glob below a folder.
 
     `Path.glob` would skip folders without read permission, and miss their files.
 
     Args:
       folder: the folder.
       pattern: the parts of the glob.
+      seen: (folder, number of parts) of those before. Several `**` would else lead to a
+        folder in very many ways.
 
     Raises:
       OSError: a folder cannot be read.
     """
+    if (folder, len(pattern)) in seen:
+        return
+    seen.add((folder, len(pattern)))
     if not pattern:
         yield folder
         return
     part, *remaining = pattern
     if not _has_wildcards(part):
-        yield from _glob(folder / part, remaining)
+        yield from _glob(folder / part, remaining, seen)
         return
     if part == "**":
-        yield from _glob(folder, remaining)
+        yield from _glob(folder, remaining, seen)
     for entry in _entries(folder):
         path = folder / entry.name
         if part == "**":
             # A link could lead back to a folder above.
             if entry.is_dir(follow_symlinks=False):
-                yield from _glob(path, pattern)
+                yield from _glob(path, pattern, seen)
         elif fnmatch.fnmatchcase(entry.name, part):
-            yield from _glob(path, remaining)
+            yield from _glob(path, remaining, seen)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -4,7 +4,6 @@ The format is that of Megatron-LM (megatron/core/datasets/indexed_dataset.py). T
 contain an independent writer.
 """
 
-import glob
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +13,7 @@ import numpy as np
 from jaxdist.config import ConfigError
 from jaxdist.data.reading import expanded, one_line, reading
 from jaxdist.data.sources.documents import SourceOptions
-from jaxdist.data.sources.files import entries_of
+from jaxdist.data.sources.files import entries_of, find_matches
 from jaxdist.data.token_files import DocumentTable, TokenFile, TokenStore, store_of
 from jaxdist.storage.untrusted import open_regular
 
@@ -41,18 +40,18 @@ def open_megatron(options: SourceOptions) -> TokenStore:
     """
     indexes = _find_indexes(options.path)
     with reading(options.name):
-        tables = [_open_pair(Path(index)) for index in indexes]
+        tables = [_open_pair(index) for index in indexes]
         return store_of(options.name, tables)
 
 
-def _find_indexes(path: str) -> list[str]:
+def _find_indexes(path: str) -> list[Path]:
     """Finds the .idx files of `data.path`."""
-    indexes: list[str] = []
+    indexes: list[Path] = []
     for entry in entries_of(path):
         prefix = str(expanded(entry)).removesuffix(".idx").removesuffix(".bin")
         shown = one_line(entry)
         with reading(f"data.path={shown}"):
-            found = sorted(glob.glob(f"{prefix}.idx", recursive=True))
+            found = find_matches(Path(f"{prefix}.idx"))
         if not found:
             missing = one_line(f"{prefix}.idx")
             raise ConfigError(
