@@ -4,7 +4,7 @@ from functools import partial
 
 from jaxdist.models import lora as adapters
 from jaxdist.models import registry
-from jaxdist.parallel import execution, precision
+from jaxdist.parallel import execution, placement, precision
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.param_names import has_experts
 from jaxdist.step import reduction
@@ -66,6 +66,7 @@ def step_lines(composition: Composition, built: TrainStep) -> list[str]:
     device = built.mesh.devices.flat[0]
     return [
         batch_arithmetic(composition),
+        *placement.warnings(composition.placements(), composition.rules),
         *reduction_lines(composition),
         *precision.advice(config.precision, device),
         *product_formats.lines(
