@@ -4,9 +4,8 @@
     python -m jaxdist.train --config sft_lora
     python -m jaxdist.generate --workdir runs/sft_lora --chat --prompt "What does len() return?"
 
-The second takes about two minutes on two CPU cores. Another base than runs/quickstart:
---config.init.from_run=FOLDER, or --config.init.from_run= --config.init.from_huggingface=FOLDER with
---config.data.chat_template= for the template of the folder's own tokenizer.
+The second takes about two minutes on two CPU cores. Another run as base: --config.init.from_run=FOLDER.
+For a model of Hugging Face take --config finetune:lora with your chats.
 """
 
 from pathlib import Path

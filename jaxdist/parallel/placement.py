@@ -118,7 +118,9 @@ def warnings(placements: Sequence[Placement], rules: Rules) -> list[str]:
         for axis in idle_axes(placements, rules)
     ]
     unknown = {
-        name: placed.path for placed in placements for name in unknown_names(placed.names)
+        name: placed.path
+        for placed in placements
+        for name in unknown_names(placed.names)
     }
     if unknown and rules.shape.num_devices > 1:
         # Such names come from annotations of flax, which may be meant for other code.

@@ -9,7 +9,7 @@ from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.param_names import has_experts
 from jaxdist.step import reduction
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import product_formats
+from jaxdist.trainer import fine_tuning, product_formats
 from jaxdist.trainer.compose import Composition, batch_shapes
 from jaxdist.trainer.costs import costs_of, itemsize_of
 from jaxdist.trainer.model_flops import active_parameters, active_share
@@ -67,6 +67,7 @@ def step_lines(composition: Composition, built: TrainStep) -> list[str]:
     return [
         batch_arithmetic(composition),
         *placement.warnings(composition.placements(), composition.rules),
+        *fine_tuning.warnings(config),
         *reduction_lines(composition),
         *precision.advice(config.precision, device),
         *product_formats.lines(
