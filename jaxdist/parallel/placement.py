@@ -126,7 +126,7 @@ def warnings(placements: Sequence[Placement], rules: Rules) -> list[str]:
         # Such names come from annotations of flax, which may be meant for other code.
         examples = ", ".join(f"{name} (of {path})" for name, path in unknown.items())
         lines.append(
-            f"warning: names of dims that split nothing: {examples}. Name these dims by "
+            f"names of dims that split nothing: {examples}. Name these dims by "
             f"sharding.rules"
         )
     return lines
@@ -137,11 +137,11 @@ def _idle_warning(axis: str, size: int) -> str:
     names = [name for name, splitter in PARAMETER_AXES.items() if splitter == axis]
     if not names:
         return (
-            f"warning: mesh.{axis}={size} splits no parameter, because it divides no "
+            f"mesh.{axis}={size} splits no parameter, because it divides no "
             f"matrix of the model. It splits the batch alone, as mesh.data does"
         )
     return (
-        f"warning: mesh.{axis}={size} splits no parameter, so {size} devices compute "
+        f"mesh.{axis}={size} splits no parameter, so {size} devices compute "
         f"the same. It splits dims that are named {', '.join(names)}: name them in the "
         f'model, nnx.Param(x, logical=("d_model", "d_ff")), or by sharding.rules; or '
         f"set mesh.{axis}=1, and mesh.fsdp or mesh.data to {size} times its size"

@@ -66,7 +66,7 @@ def warnings(config: RunConfig) -> Iterator[str]:
         return
     if optimizer.learning_rate >= HIGH_RATE:
         yield (
-            f"warning: optimizer.learning_rate={optimizer.learning_rate:g} is high for "
+            f"optimizer.learning_rate={optimizer.learning_rate:g} is high for "
             f"adapters (lora.rank={config.lora.rank}); usual are 1e-4 to 5e-4 with "
             f"optimizer.name=adamw"
         )

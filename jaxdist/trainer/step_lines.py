@@ -66,8 +66,7 @@ def step_lines(composition: Composition, built: TrainStep) -> list[str]:
     device = built.mesh.devices.flat[0]
     return [
         batch_arithmetic(composition),
-        *placement.warnings(composition.placements(), composition.rules),
-        *fine_tuning.warnings(config),
+        *_warnings(composition),
         *reduction_lines(composition),
         *precision.advice(config.precision, device),
         *product_formats.lines(
@@ -76,6 +75,15 @@ def step_lines(composition: Composition, built: TrainStep) -> list[str]:
         *context_lines(config, built.rules),
         *chosen,
     ]
+
+
+def _warnings(composition: Composition) -> list[str]:
+    """Warns of mesh axes without work, and of a learning rate for adapters."""
+    texts = [
+        *placement.warnings(composition.placements(), composition.rules),
+        *fine_tuning.warnings(composition.config),
+    ]
+    return [f"warning: {text}" for text in texts]
 
 
 def context_lines(config: RunConfig, rules: Rules) -> list[str]:

@@ -48,7 +48,7 @@ def warnings(model: type[nnx.Module], zero: int = 3, **sizes: int) -> list[str]:
 
 def test_tensor_without_names_is_told_and_what_to_name():
     (line,) = warnings(Unnamed, tensor=2)
-    assert line.startswith("warning: mesh.tensor=2 splits no parameter, so 2 devices")
+    assert line.startswith("mesh.tensor=2 splits no parameter, so 2 devices")
     assert "named vocab, heads, kv_heads, d_ff: name them in the model" in line
     assert "sharding.rules" in line
     assert "set mesh.tensor=1, and mesh.fsdp or mesh.data to 2 times" in line
@@ -56,9 +56,9 @@ def test_tensor_without_names_is_told_and_what_to_name():
 
 def test_fsdp_that_divides_no_matrix_only_splits_the_batch():
     (line,) = warnings(Vectors, fsdp=2)
-    assert line.startswith("warning: mesh.fsdp=2 splits no parameter, because")
+    assert line.startswith("mesh.fsdp=2 splits no parameter, because")
     (line,) = warnings(Unnamed, fsdp=3)  # 3 divides neither 4 nor 8
-    assert line.startswith("warning: mesh.fsdp=3")
+    assert line.startswith("mesh.fsdp=3")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_axes_with_work_are_not_told(model, zero, sizes):
 def test_names_of_another_library_are_told_once():
     lines = warnings(Annotated, fsdp=2)
     assert lines == [
-        "warning: names of dims that split nothing: embed (of up/kernel), mlp (of "
+        "names of dims that split nothing: embed (of up/kernel), mlp (of "
         "up/kernel). Name these dims by sharding.rules"
     ]
     assert warnings(Annotated) == []  # on one device nothing is split

@@ -4,8 +4,9 @@ import jax
 import pytest
 
 from jaxdist.hardware import host
-from jaxdist.planner import dry_run
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.planner import dry_run, show, targets
+from jaxdist.planner.plan import plan_by_arithmetic
+from jaxdist.trainer.run_config import RunConfig, default_config, from_config
 from support.runs import TINY, run_of
 
 
@@ -41,6 +42,28 @@ def test_a_run_that_cannot_fit_is_told_before_it_is_compiled(said):
 
 def test_a_run_that_fits_is_told_how_much_it_takes_in_units(said):
     lines = said(run_of("quickstart", **TINY), 2**40)
-    only(lines, "% of what there is: each of 8 devices has 128.00 GiB of this machine's")
+    only(
+        lines, "% of what there is: each of 8 devices has 128.00 GiB of this machine's"
+    )
     together = lines[only(lines, "together")].split()
     assert together[-1] in ("KiB", "MiB")
+
+
+def test_an_axis_that_splits_nothing_is_told_by_the_dry_run_and_by_plan(said):
+    config = default_config("support.plain_flax_models:Plain")
+    config.mesh.tensor = 2
+    run = from_config(config)
+    target = targets.parse(f"cpu:{len(jax.devices())}")
+    with jax.numpy_rank_promotion("allow"):
+        lines = said(run, 2**40)
+        plan = plan_by_arithmetic(run, target)
+    (warning,) = plan.warnings
+    assert warning.startswith("mesh.tensor=2 splits no parameter")
+    assert lines[only(lines, "warning:")] == f"warning: {warning}"
+    assert f"- {warning}" in show.as_text(plan.to_json())
+
+
+def test_a_high_rate_for_adapters_is_told(said):
+    rate = {"lora.rank": 2, "optimizer.learning_rate": 0.01}
+    lines = said(run_of("quickstart", **TINY, **rate), 2**40)
+    only(lines, "warning: optimizer.learning_rate=0.01 is high for adapters")

@@ -154,7 +154,7 @@ def test_a_high_rate_for_adapters_is_warned_of(rate, warned):
     lines = list(fine_tuning.warnings(run))
     assert bool(lines) == warned
     if warned:
-        assert lines[0].startswith("warning: optimizer.learning_rate=0.001 is high for")
+        assert lines[0].startswith("optimizer.learning_rate=0.001 is high for")
     without = compose.with_overrides(run, {"lora.rank": 0})
     assert list(fine_tuning.warnings(without)) == []
 
