@@ -29,5 +29,5 @@ def get_config():
     config.data.chat_template = str(HERE / "bytes_chat.jinja")
     config.data.packing = "documents"
 
-    config.optimizer.learning_rate = 3e-3
+    config.optimizer.learning_rate = 9e-4
     return config

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from jaxdist.config import schema
 
 
-class RecordingConfig(ConfigDict):
+class RecordingConfig(ConfigDict):  # type: ignore[misc]  # ml_collections is untyped
     """A config that records the keys that are assigned after it was made."""
 
     def __init__(

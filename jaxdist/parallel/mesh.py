@@ -174,7 +174,9 @@ def _fill(
     if unknown:
         fix = f"choose sizes whose product divides {total}"
     if emulates and known > total:
-        fix += f"; or emulate {known} on this CPU: put XLA_FLAGS={_EMULATE}={known} before the command"
+        fix += (
+            f"; or emulate {known} on this CPU: start with XLA_FLAGS={_EMULATE}={known}"
+        )
     used = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     sizes_text = " x ".join(used) or "all 1"
     return sizes, [
@@ -236,7 +238,8 @@ def slices_of(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
 
 def can_emulate(devices: Sequence[jax.Device]) -> bool:
     """Tests whether jax can emulate any number of these devices: of a CPU."""
-    return devices[0].platform == "cpu"
+    platform: str = devices[0].platform
+    return platform == "cpu"
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -25,6 +25,7 @@ from jaxdist.config import (
 )
 from jaxdist.distributed import initialize
 from jaxdist.models import registry
+from jaxdist.parallel.axes import AXES
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.storage import run_format
 from jaxdist.trainer import (
@@ -422,6 +423,14 @@ def run_options(flags: argparse.Namespace) -> dict[str, Any]:
             name.strip(): int(n) if n.strip().isdecimal() else n
             for name, n in sizes.items()
         }
+        known = schema.schema_of(MeshConfig)
+        unknown = [name for name in axes if name not in known]
+        if unknown:
+            raise ConfigError(
+                f"--mesh: there is no axis {name!r}.{suggest(name, known)} "
+                f"Axes: {', '.join(AXES)}"
+                for name in unknown
+            )
         mesh = schema.from_config_dict(MeshConfig, axes)
     print_error(initialize.prepare())
     return {

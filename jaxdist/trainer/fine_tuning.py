@@ -38,6 +38,8 @@ def check(
     weights = _weights(config)
     if not weights and not config.init.required:
         return
+    if config.init.from_huggingface and config.init.from_run:
+        return  # The validation refuses two sources.
 
     def is_meant(key: str, value: object) -> bool:
         return key in set_keys or trained_with.get(key) == value

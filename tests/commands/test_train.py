@@ -130,7 +130,7 @@ CASES = {
         ["mesh.data=16"],
         [
             "mesh: data 16 needs 16 devices, there are 8; set sizes whose product",
-            "put XLA_FLAGS=--xla_force_host_platform_device_count=16 before the",
+            "start with XLA_FLAGS=--xla_force_host_platform_device_count=16",
         ],
     ),
     "mesh does not divide": (["mesh.fsdp=3"], ["fsdp 3 needs 3 devices", "divides 8"]),

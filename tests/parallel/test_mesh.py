@@ -30,8 +30,8 @@ def test_too_few_cpu_devices_get_the_flag_that_emulates_more():
     with pytest.raises(ConfigError) as error:
         resolve_mesh(config, 1, emulates=True)
     assert str(error.value).endswith(
-        "or emulate 8 on this CPU: put "
-        "XLA_FLAGS=--xla_force_host_platform_device_count=8 before the command"
+        "or emulate 8 on this CPU: start with "
+        "XLA_FLAGS=--xla_force_host_platform_device_count=8"
     )
     for devices, emulates in ((1, False), (12, True)):  # 12: too many, not too few
         with pytest.raises(ConfigError) as error:
