@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from jaxdist.config import ConfigError, files
-from jaxdist.trainer import compose, fine_tuning, run_config, validation
-from support.huggingface import SMOLLM
+from jaxdist.trainer import compose, fine_tuning, run_config, source_run, validation
+from support.huggingface import SMOLLM, run_convert
 from support.weight_sources import parsed
 
 WEIGHTS = f"--config.init.from_huggingface={SMOLLM}"
@@ -105,6 +105,17 @@ def test_a_value_that_the_weights_were_trained_with_is_accepted():
     fine_tuning.check(run, (), trained_with)
     with pytest.raises(ConfigError, match="learning_rate=0.01 is for random weights"):
         fine_tuning.check(run, (), trained_with | {"optimizer.learning_rate": 1e-3})
+
+
+def test_converted_weights_were_trained_with_nothing_that_is_known():
+    assert run_convert(SMOLLM, Path("work"), "jaxdist") == 0
+    assert source_run.locate("work").trained_with == {}
+    weights = "--config.init.from_run=work"
+    assert faults_of("--config", "quickstart", weights) == [
+        weights.removeprefix("--config."),
+        "optimizer.name=muon",
+        "optimizer.learning_rate=0.01",
+    ]
 
 
 # --- the packaged config --------------------------------------------------------------
