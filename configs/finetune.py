@@ -24,9 +24,8 @@ def get_config(method=None):
 
     optimizer = config.optimizer
     optimizer.name, optimizer.learning_rate = "adamw", 2e-5
-    optimizer.schedule = (
-        "cosine"  # after a warm-up of a tenth of the steps, at most 100
-    )
+    optimizer.schedule = "cosine"
+    optimizer.warmup_steps = None  # a tenth of the steps, at most 100
     if method == "lora":
         config.lora.rank, config.lora.alpha = 16, 32.0
         optimizer.learning_rate = 1e-4

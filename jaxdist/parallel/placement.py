@@ -117,6 +117,10 @@ def warnings(placements: Sequence[Placement], rules: Rules) -> list[str]:
         _idle_warning(axis, rules.shape.sizes[axis])
         for axis in idle_axes(placements, rules)
     ]
+    if rules.sequence_parallel and rules.shape.sizes["tensor"] == 1:
+        lines.append(
+            "mesh.sequence_parallel=true has no effect with mesh.tensor=1. Set it to false"
+        )
     unknown = {
         name: placed.path
         for placed in placements

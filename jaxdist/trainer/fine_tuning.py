@@ -3,6 +3,9 @@
 Most configs are for random weights: their learning rates destroy trained ones, and
 their default corpus is nobody's own. Such a value is accepted if the user has set its
 key, or if the weights were trained with the same value.
+
+`check` is a rule of the command `train`. A program that passes a RunConfig, or an
+OptimizerConfig to `fit`, has chosen its values itself. `warnings` are for all runs.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,6 +18,7 @@ from jaxdist.trainer.run_config import RunConfig
 # The learning rates of fine-tuning are 1e-5 to 5e-5 for all weights, and 1e-4 to 5e-4
 # for adapters (LoRA, arXiv:2106.09685, appendix D).
 HIGH_RATE = 1e-3
+LOW_RATE_OF_ADAPTERS = 5e-5
 _OF_RANDOM_WEIGHTS = (
     "is for random weights, and would destroy {weights}. Use --config finetune, or add "
     "--config.optimizer.name=adamw --config.optimizer.learning_rate=2e-5; to keep the "
@@ -62,16 +66,19 @@ def check(
 
 
 def warnings(config: RunConfig) -> Iterator[str]:
-    """Warns of a learning rate that is high for adapters."""
+    """Warns of a learning rate that is high or low for adapters."""
     optimizer = config.optimizer
     if not config.lora.rank or optimizer.name == "given":
         return
-    if optimizer.learning_rate >= HIGH_RATE:
-        yield (
-            f"optimizer.learning_rate={optimizer.learning_rate:g} is high for "
-            f"adapters (lora.rank={config.lora.rank}); usual are 1e-4 to 5e-4 with "
-            f"optimizer.name=adamw"
-        )
+    rate = optimizer.learning_rate
+    if LOW_RATE_OF_ADAPTERS <= rate < HIGH_RATE:
+        return
+    size = "high" if rate >= HIGH_RATE else "low"
+    yield (
+        f"optimizer.learning_rate={rate:g} is {size} for adapters (lora.rank="
+        f"{config.lora.rank}); usual are 1e-4 to 5e-4 with optimizer.name=adamw, as in "
+        f"--config finetune:lora"
+    )
 
 
 def _weights(config: RunConfig) -> str:

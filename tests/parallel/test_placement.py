@@ -39,9 +39,15 @@ class Annotated(nnx.Module):
         self.up = nnx.Linear(4, 8, kernel_init=init, use_bias=False, rngs=rngs)
 
 
-def warnings(model: type[nnx.Module], zero: int = 3, **sizes: int) -> list[str]:
+def warnings(
+    model: type[nnx.Module],
+    zero: int = 3,
+    sequence_parallel: bool = False,
+    **sizes: int,
+) -> list[str]:
     shape = MeshShape(dict.fromkeys(AXES, 1) | sizes, dict.fromkeys(AXES, 1))
-    rules = sharding.build_rules(MeshConfig(zero=zero, **sizes), shape)
+    config = MeshConfig(zero=zero, sequence_parallel=sequence_parallel, **sizes)
+    rules = sharding.build_rules(config, shape)
     placements = placement.place(describe(model).all_parameters(), rules)
     return placement.warnings(placements, rules)
 
@@ -75,6 +81,14 @@ def test_fsdp_that_divides_no_matrix_only_splits_the_batch():
 )
 def test_axes_with_work_are_not_told(model, zero, sizes):
     assert warnings(model, zero, **sizes) == []
+
+
+def test_sequence_parallel_without_tensor_is_told():
+    (line,) = warnings(Named, sequence_parallel=True, fsdp=2)
+    assert line.startswith(
+        "mesh.sequence_parallel=true has no effect with mesh.tensor=1"
+    )
+    assert warnings(Named, sequence_parallel=True, tensor=2) == []
 
 
 def test_names_of_another_library_are_told_once():

@@ -158,14 +158,19 @@ def test_finetune_has_no_other_method():
 # --- adapters -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rate", "warned"), [(1e-3, True), (9e-4, False)])
-def test_a_high_rate_for_adapters_is_warned_of(rate, warned):
+@pytest.mark.parametrize(
+    ("rate", "warned"), [(1e-3, "high"), (9e-4, ""), (5e-5, ""), (2e-5, "low")]
+)
+def test_a_high_or_low_rate_for_adapters_is_warned_of(rate, warned):
     words = [*QUICKSTART, SOURCE, LORA, f"--config.optimizer.learning_rate={rate}"]
     run = parsed(words)
     lines = list(fine_tuning.warnings(run))
-    assert bool(lines) == warned
+    assert len(lines) == bool(warned)
     if warned:
-        assert lines[0].startswith("optimizer.learning_rate=0.001 is high for")
+        text = (
+            f"optimizer.learning_rate={rate:g} is {warned} for adapters (lora.rank=4)"
+        )
+        assert lines[0].startswith(text)
     without = compose.with_overrides(run, {"lora.rank": 0})
     assert list(fine_tuning.warnings(without)) == []
 
