@@ -23,6 +23,7 @@ from jaxdist.distributed import initialize
 from jaxdist.distributed.network import network_faults
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
+from jaxdist.hardware import host as machine
 from jaxdist.hardware.network import read_limits
 from jaxdist.parallel.formats.floats import NO_BFLOAT16, lacks_bfloat16
 from jaxdist.parallel.mesh import count_slices
@@ -84,7 +85,7 @@ def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any
         "chip": chip and _chip(chip, devices[0]),
         "host": {
             "cpus": os.cpu_count(),
-            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "memory_bytes": machine.memory_bytes(),
         },
         "disk": {
             "runs": _disk(Path("runs").absolute()),

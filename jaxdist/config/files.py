@@ -17,13 +17,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxdist.config import ConfigError, annotations, suggest
+from jaxdist.config import ConfigError, annotations, assigned, suggest
 from jaxdist.config.schema import (
     MISSING,
     Schema,
     flatten,
     parse_value,
-    to_config_dict,
     unknown_field,
 )
 
@@ -49,6 +48,16 @@ def packaged_configs(folders: Sequence[Path]) -> dict[str, Path]:
         for folder in folders
         for file in sorted(folder.glob("[a-z]*.py"))
     }
+
+
+def is_packaged(spec: str, *, folders: Sequence[Path]) -> bool:
+    """Tests whether `NAME` or `NAME:ARGUMENT` names a packaged config, and not a file.
+
+    Raises:
+      ConfigError: there is no such config.
+    """
+    path, _ = _find(spec, folders)
+    return path in packaged_configs(folders).values()
 
 
 def load(spec: str, *, folders: Sequence[Path]) -> ConfigDict:
@@ -79,7 +88,7 @@ def load(spec: str, *, folders: Sequence[Path]) -> ConfigDict:
     with _faults_of(path):
         config = get_config(argument) if takes_argument else get_config()
     if dataclasses.is_dataclass(config):
-        return to_config_dict(config)
+        return assigned.of_dataclass(config).lock()
     if not isinstance(config, ConfigDict):
         raise ConfigError(
             f"{path}: get_config returned {type(config).__name__}, not a ConfigDict."

@@ -286,6 +286,9 @@ def _rule_faults(config: Any) -> Iterator[str]:
         yield from config.faults()
 
 
+_MOST_SIBLINGS = 12  # keys of a group that an error lists; mesh has 9
+
+
 def unknown_field(path: str, schema: Iterable[str]) -> str:
     """Formats the fault of a path that is no key, and suggests keys."""
     schema = list(schema)
@@ -298,7 +301,7 @@ def unknown_field(path: str, schema: Iterable[str]) -> str:
         siblings = [
             name for name in schema if group and name.rpartition(".")[0] == group
         ]
-        if 0 < len(siblings) <= 8:
+        if 0 < len(siblings) <= _MOST_SIBLINGS:
             hint = f" There are {', '.join(siblings)}."
         else:
             hint = " --help with this --config lists all fields."

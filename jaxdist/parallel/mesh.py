@@ -27,6 +27,7 @@ from jaxdist.parallel.axes import (
     PARAMETER_SHARDS,
 )
 
+_EMULATE = "--xla_force_host_platform_device_count"
 SearchedInt = Annotated[int, Searched()]
 
 
@@ -99,7 +100,11 @@ class MeshShape:
 
 
 def resolve_mesh(
-    config: MeshConfig, num_devices: int, num_slices: int = 1
+    config: MeshConfig,
+    num_devices: int,
+    num_slices: int = 1,
+    *,
+    emulates: bool = False,
 ) -> MeshShape:
     """Replaces -1 in the sizes of a mesh and checks them.
 
@@ -107,6 +112,7 @@ def resolve_mesh(
       config: sizes of the axes.
       num_devices: number of devices.
       num_slices: number of slices that these devices form.
+      emulates: whether the devices are CPU devices, of which jax emulates any number.
 
     Raises:
       ConfigError: all faults of the sizes, each with its fix.
@@ -116,6 +122,7 @@ def resolve_mesh(
         total=num_devices,
         prefix="mesh",
         unit="devices",
+        emulates=emulates,
     )
     dcn, dcn_faults = _fill(
         {axis: getattr(config.dcn, axis) for axis in AXES},
@@ -134,7 +141,12 @@ def resolve_mesh(
 
 
 def _fill(
-    sizes: dict[str, int], *, total: int, prefix: str, unit: str
+    sizes: dict[str, int],
+    *,
+    total: int,
+    prefix: str,
+    unit: str,
+    emulates: bool = False,
 ) -> tuple[dict[str, int], list[str]]:
     """Replaces one -1 in sizes so that their product is `total`.
 
@@ -161,6 +173,10 @@ def _fill(
     fix = f"set sizes whose product is {total}, or start with {known} {unit}"
     if unknown:
         fix = f"choose sizes whose product divides {total}"
+    if emulates and known > total:
+        fix += (
+            f"; or emulate {known} on this CPU: start with XLA_FLAGS={_EMULATE}={known}"
+        )
     used = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     sizes_text = " x ".join(used) or "all 1"
     return sizes, [
@@ -220,6 +236,12 @@ def slices_of(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
     return config.dcn.num_slices
 
 
+def can_emulate(devices: Sequence[jax.Device]) -> bool:
+    """Tests whether jax can emulate any number of these devices: of a CPU."""
+    platform: str = devices[0].platform
+    return platform == "cpu"
+
+
 def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Builds the mesh with all axes, of axis type Auto.
 
@@ -234,7 +256,12 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) 
       ConfigError: see `resolve_mesh`.
     """
     devices = list(jax.devices() if devices is None else devices)
-    shape = resolve_mesh(config, len(devices), slices_of(config, devices))
+    shape = resolve_mesh(
+        config,
+        len(devices),
+        slices_of(config, devices),
+        emulates=can_emulate(devices),
+    )
     return Mesh(arrange(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

@@ -8,8 +8,9 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ConfigError
-from jaxdist.parallel.sharding import Rules
-from jaxdist.protocols.param_names import Names
+from jaxdist.parallel.axes import BATCH_AXES, SEQUENCE_AXES, STATE_AXES
+from jaxdist.parallel.sharding import Rules, axes_in
+from jaxdist.protocols.param_names import PARAMETER_AXES, Names, unknown_names
 
 COLUMNS = (
     "parameter",
@@ -78,6 +79,76 @@ def _placement(
         shard_bytes=shard_bytes,
         replicated_bytes=shard_bytes * rules.shape.num_devices - one_copy,
         why=rules.why(names, x.shape),
+    )
+
+
+def idle_axes(placements: Sequence[Placement], rules: Rules) -> list[str]:
+    """Finds mesh axes of several devices that split no parameter and should.
+
+    An axis that splits the sequence has work without one. So has an axis that splits
+    the batch, if `mesh.zero=0` keeps all parameters whole.
+
+    Args:
+      placements: of all parameters.
+      rules: of the mesh.
+    """
+    splitting = {
+        axis
+        for placed in placements
+        for spec in (placed.stored, placed.state)
+        for entry in spec
+        for axis in axes_in(entry)
+    }
+    busy = {*splitting, *SEQUENCE_AXES}
+    if rules.zero == 0:
+        busy.update(BATCH_AXES)
+    sizes = rules.shape.sizes
+    return [axis for axis in STATE_AXES if sizes[axis] > 1 and axis not in busy]
+
+
+def warnings(placements: Sequence[Placement], rules: Rules) -> list[str]:
+    """Warns of mesh axes that split no parameter, and of names that mean nothing.
+
+    Args:
+      placements: of all parameters.
+      rules: of the mesh.
+    """
+    lines = [
+        _idle_warning(axis, rules.shape.sizes[axis])
+        for axis in idle_axes(placements, rules)
+    ]
+    if rules.sequence_parallel and rules.shape.sizes["tensor"] == 1:
+        lines.append(
+            "mesh.sequence_parallel=true has no effect with mesh.tensor=1. Set it to false"
+        )
+    unknown = {
+        name: placed.path
+        for placed in placements
+        for name in unknown_names(placed.names)
+    }
+    if unknown and rules.shape.num_devices > 1:
+        # Such names come from annotations of flax, which may be meant for other code.
+        examples = ", ".join(f"{name} (of {path})" for name, path in unknown.items())
+        lines.append(
+            f"names of dims that split nothing: {examples}. Name these dims by "
+            f"sharding.rules"
+        )
+    return lines
+
+
+def _idle_warning(axis: str, size: int) -> str:
+    """Formats the warning of an axis that splits no parameter."""
+    names = [name for name, splitter in PARAMETER_AXES.items() if splitter == axis]
+    if not names:
+        return (
+            f"mesh.{axis}={size} splits no parameter, because it divides no "
+            f"matrix of the model. It splits the batch alone, as mesh.data does"
+        )
+    return (
+        f"mesh.{axis}={size} splits no parameter, so {size} devices compute "
+        f"the same. It splits dims that are named {', '.join(names)}: name them in the "
+        f'model, nnx.Param(x, logical=("d_model", "d_ff")), or by sharding.rules; or '
+        f"set mesh.{axis}=1, and mesh.fsdp or mesh.data to {size} times its size"
     )
 
 

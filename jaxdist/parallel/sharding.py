@@ -21,10 +21,17 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.config import ConfigError, suggest
 from jaxdist.parallel.axes import BATCH_AXES, PARAMETER_SHARDS, SEQUENCE_AXES, STEP_AXES
 from jaxdist.parallel.context import AttentionForm
 from jaxdist.parallel.mesh import MeshConfig, MeshShape
-from jaxdist.protocols.param_names import FSDP_NAME, PARAMETER_AXES, STACKS, Names
+from jaxdist.protocols.param_names import (
+    DIM_NAMES,
+    FSDP_NAME,
+    PARAMETER_AXES,
+    STACKS,
+    Names,
+)
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,9 @@ class Rules:
         """Computes the spec of an activation.
 
         Axes that do not divide a dim are dropped, the last ones first.
+
+        Raises:
+          ConfigError: a name is unknown.
         """
         axes: dict[str | None, tuple[str, ...]] = {
             name: (axis,) for name, axis in PARAMETER_AXES.items()
@@ -113,6 +123,13 @@ class Rules:
         axes["residual"] = SEQUENCE_AXES
         if self.sequence_parallel:
             axes["residual"] = (*SEQUENCE_AXES, "tensor")
+        for name in names:
+            if name not in axes and name not in (None, *DIM_NAMES):
+                known = ", ".join(dict.fromkeys((*axes, *DIM_NAMES)))
+                hint = suggest(str(name), (*axes, *DIM_NAMES))
+                raise ConfigError(
+                    f"shard: no dim of an activation is called {name!r}.{hint} There are: {known}"
+                )
         entries = [
             self._entry(axes.get(name, ()), dim, partly=True)
             for name, dim in zip(names, dims, strict=True)

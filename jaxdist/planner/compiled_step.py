@@ -22,6 +22,7 @@ def with_compiled(plan: Plan, compiled: Compiled) -> Plan:
     """Adds the fit, the collectives and the time of a compiled step to a plan."""
     run = plan.run
     notes = [
+        *plan.warnings,
         *compiled.notes,
         *_donation_lines(plan, compiled),
         *step_lines.reduction_lines(plan.composition, forced=True),

@@ -12,8 +12,9 @@ from jaxdist.hardware import flags as platform_flags
 from jaxdist.parallel.axes import AXES
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.parallel.placement import explain
-from jaxdist.planner import memory
+from jaxdist.planner import memory, targets
 from jaxdist.planner.compiler import Say, compiler_sizes, most_bytes
+from jaxdist.telemetry.units import bytes_text
 from jaxdist.trainer import (
     compose,
     pipeline_report,
@@ -24,6 +25,7 @@ from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.costs import undeclared_lines
 from jaxdist.trainer.run_config import RunConfig
 
+_SAVE_MEMORY = "raise mesh.fsdp or batch.accumulation, or set remat.policy=full"
 MOST_EMULATED = 2**14  # most emulated devices; each takes threads and memory
 
 
@@ -60,20 +62,36 @@ def dry_run(run: RunConfig, devices: Sequence[jax.Device], say: Say = print) -> 
     components = memory.components(composition, devices[0])
     total = memory.accounted_peak(components)
     for name, size in (components | {"together": total}).items():
-        say(f"  {name:<28} {size:>18,} bytes")
+        say(f"  {name:<28} {bytes_text(size):>12}")
     for line in memory.offload_lines(components):
         say(f"  {line}")
-    if chip:
-        share = total / chip.capacity_bytes
-        say(f"  {share:.0%} of a {chip.name}'s {chip.capacity_bytes:,} bytes")
-    else:
-        say(f"  {devices[0].device_kind}: memory unknown, so not compared")
+    say(f"  {_verdict(total, devices)}")
     say(f"\ncompiling the step for {platform} ...")
     began = time.monotonic()
     compiled = compile_step(composition, devices)
     say(f"memory per device, by the compiler ({time.monotonic() - began:.0f} s):")
     for line in _compiler_lines(compiled, platform):
         say("  " + line)
+
+
+def _verdict(total: int, devices: Sequence[jax.Device]) -> str:
+    """Compares the memory that a device needs by arithmetic with what it has."""
+    try:
+        target = targets.parse("here", devices)
+    except ConfigError as error:  # the planner does not know these devices
+        return f"not compared with the memory of a device: {error}"
+    usable = target.usable_bytes
+    if usable is None:
+        return f"not compared: the memory of {target.device_kind} is unknown"
+    what = f"a step may use {bytes_text(usable)} on a {target.device_kind}"
+    if target.platform == "cpu":
+        what = f"each of {len(devices)} devices has {bytes_text(usable)} of this machine's memory"
+    if total <= usable:
+        return f"{total / usable:.0%} of what there is: {what}"
+    return (
+        f"DOES NOT FIT: a device needs {bytes_text(total)}, and {what}. {_SAVE_MEMORY}; "
+        f"`jaxdist plan --fix` looks for a change that is enough"
+    )
 
 
 def compile_step(
@@ -93,8 +111,7 @@ def compile_step(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise ConfigError(
-            f"the step does not fit: {str(error).splitlines()[0]}; "
-            f"raise mesh.fsdp or batch.accumulation, or set remat.policy=full"
+            f"the step does not fit: {str(error).splitlines()[0]}; {_SAVE_MEMORY}"
         ) from error
     return compiled
 
@@ -111,7 +128,7 @@ def _compiler_lines(compiled: jax.stages.Compiled, platform: str) -> list[str]:
         "temporaries": sizes["temp_bytes"],
         "peak, at most": most_bytes(sizes),
     }
-    lines = [f"{name:<16} {size:>18,} bytes" for name, size in rows.items()]
+    lines = [f"{name:<16} {bytes_text(size):>12}" for name, size in rows.items()]
     if platform == "cpu":
         lines.append(
             "temporaries are those of the CPU's kernels; an accelerator has other kernels"

@@ -9,6 +9,7 @@ from dataclasses import replace
 import jax
 
 from jaxdist.config import ConfigError
+from jaxdist.parallel import placement
 from jaxdist.planner import advice, memory, show, targets
 from jaxdist.planner.calibration import Calibration
 from jaxdist.planner.compiled_step import tokens_per_step, with_compiled
@@ -86,6 +87,7 @@ def plan_by_arithmetic(run: RunConfig, target: Target) -> Plan:
         capacity_bytes=target.usable_bytes,
         pipeline=pipeline_report.describe(composition).get("pipeline", {}),
         tokens=run.train.steps * tokens_per_step(composition),
+        warnings=placement.warnings(composition.placements(), composition.rules),
     )
 
 

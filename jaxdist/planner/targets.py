@@ -10,7 +10,6 @@ the table in `hardware`, because the compiler also accepts shapes that do not ex
 import functools
 import importlib.util
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from jax.experimental import topologies
 
 from jaxdist.config import ConfigError, extras, suggest
 from jaxdist.hardware import chips as hardware
+from jaxdist.hardware import host
 from jaxdist.parallel import mesh
 from jaxdist.parallel.mesh import MeshShape
 from jaxdist.planner.gpu_descriptions import gpu_description
@@ -112,8 +112,7 @@ class Target:
         CPU devices share this machine's memory equally.
         """
         if self.platform == "cpu":
-            pages = os.sysconf("SC_PHYS_PAGES")
-            return pages * os.sysconf("SC_PAGE_SIZE") // self.num_devices
+            return host.memory_bytes() // self.num_devices
         if self.chip is None:
             return None
         return int(self.chip.capacity_bytes * self.observed.usable)

@@ -75,6 +75,7 @@ def name_parameters(
     parsed = [(pattern, _parse_names(text)) for pattern, text in rules]
     names_by_path = {}
     faults = list(_rule_faults(parsed, parameters))
+    unknown: dict[str, list[str]] = {}  # paths of parameters by unknown name
     for path, variable in parameters.items():
         names = _model_names(path, variable, staged)
         dims = tuple(variable.get_value().shape)
@@ -87,14 +88,37 @@ def name_parameters(
                 faults.append(fault)
             else:
                 names = _without_stack(rule_names[stack:])
-        elif len(names) > len(dims):
+        elif variable.get_metadata().get("logical"):
+            for name in unknown_names(names):
+                unknown.setdefault(name, []).append(path)
+        if number is None and len(names) > len(dims):
             faults.append(
                 f"{path}: {len(names)} logical names {names} for its {len(dims)} dims "
                 f"{dims}; give at most one a dim"
             )
         names_by_path[path] = names
         variable.set_metadata(logical=names)
+    faults += map(_unknown_fault, unknown, unknown.values())
     return names_by_path, faults
+
+
+def unknown_names(names: Names) -> list[str]:
+    """Lists the names that no mesh axis and no op knows, each once."""
+    known = {*DIM_NAMES, *STACKS, None}
+    return [str(name) for name in dict.fromkeys(names) if name not in known]
+
+
+def _unknown_fault(name: str, paths: Sequence[str]) -> str:
+    """Formats the fault of a logical name that the model's parameters may not have."""
+    others = ""
+    if len(paths) > 1:
+        others = f" and {len(paths) - 1} more"
+    return f"{paths[0]}{others}: {_no_such_dim(name)}; None is a dim without a name"
+
+
+def _no_such_dim(name: str) -> str:
+    hint = suggest(name, DIM_NAMES)
+    return f"no dim is called {name!r}.{hint} There are: {', '.join(DIM_NAMES)}"
 
 
 def _misfit(
@@ -176,6 +200,4 @@ def _rule_faults(
             some = ", ".join(list(paths)[:8])
             yield f"sharding.rules: {pattern!r} matches no parameter that earlier rules leave; there are: {some}"
         for name in set(names) - {*DIM_NAMES, None}:
-            hint = suggest(str(name), DIM_NAMES)
-            known = ", ".join(DIM_NAMES)
-            yield f"sharding.rules: {pattern!r}: no dim is called {name!r}.{hint} There are: {known}"
+            yield f"sharding.rules: {pattern!r}: {_no_such_dim(str(name))}"

@@ -18,6 +18,18 @@ def gib_text(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
 
 
+def bytes_text(num_bytes: float) -> str:
+    """Formats a size in the largest unit that fits: "512 B", "1.35 MiB", "204.68 TiB"."""
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    size = num_bytes / 1024
+    for unit in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:,.2f} TiB"
+
+
 def time_text(seconds: float) -> str:
     """Formats a short time: "3.21 s" or "152 ms"."""
     if abs(seconds) < 1:

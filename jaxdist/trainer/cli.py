@@ -18,15 +18,18 @@ from ml_collections import ConfigDict
 from jaxdist.config import (
     ConfigError,
     Parser,
+    assigned,
     files,
     schema,
     suggest,
 )
 from jaxdist.distributed import initialize
 from jaxdist.models import registry
+from jaxdist.parallel.axes import AXES
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.storage import run_format
 from jaxdist.trainer import (
+    fine_tuning,
     initial_weights,
     loggers,
     source_run,
@@ -97,6 +100,7 @@ def parse(
     if folder or hasattr(flags, "dry_run"):
         run_format.check_folder(workdir_of(flags))
     config, fields = _load_for_model(flags, overrides)
+    set_keys = _set_keys(flags, overrides, config)
     if flags.help is not None:
         _print_fields(config, fields, flags.help)
         raise SystemExit(0)
@@ -107,10 +111,15 @@ def parse(
     if faults:
         raise ConfigError(faults)
     sources = initial_weights.chosen_sources(config, weight_sources)
+    trained_with: Mapping[str, Any] = {}
     if sources:
         before = _config_in_workdir(flags, _target_of(config))
-        initial_weights.apply_config(config, sources, set_keys=overrides, before=before)
+        trained_with = initial_weights.apply_config(
+            config, sources, set_keys=overrides, before=before
+        )
     run = from_config(config)
+    if _trains(flags):
+        fine_tuning.check(run, set_keys, trained_with)
     _check_loggers(flags, run, chosen=loggers.KEY in overrides)
     return flags, run
 
@@ -134,6 +143,34 @@ def _load_for_model(
         with config.unlocked():
             config.model = model_defaults(target)
     return config, full_schema(target)
+
+
+def _trains(flags: argparse.Namespace) -> bool:
+    """Tests whether a command trains: `train`, also with --dry-run."""
+    return hasattr(flags, "dry_run")
+
+
+def _set_keys(
+    flags: argparse.Namespace, overrides: Mapping[str, str], config: ConfigDict
+) -> set[str]:
+    """Lists the keys that the user has set: on the command line or in a config file.
+
+    The keys of a packaged config count only if it names the initial weights itself: it
+    is then written for these weights.
+
+    Args:
+      flags: the parsed flags.
+      overrides: the overrides of the command line.
+      config: the config that --config names, without the overrides.
+    """
+    in_file = assigned.assigned_keys(config)
+    if _is_json_file(flags.config):
+        return {*overrides, *in_file}
+    if files.is_packaged(flags.config, folders=files.packaged_folders()):
+        weights = {*initial_weights.weight_keys()}
+        if weights & overrides.keys() or not weights & in_file:
+            return {*overrides}
+    return {*overrides, *in_file}
 
 
 def _target_of(config: ConfigDict) -> str:
@@ -298,8 +335,7 @@ def _check_loggers(
       ConfigError: the code is stored in the run's folder, or only a stored config names
         it.
     """
-    trains = hasattr(flags, "dry_run")
-    if not trains:
+    if not _trains(flags):
         return
     for target in loggers.named_classes(config):
         registry.refuse_inside(target, workdir_of(flags), key=loggers.KEY)
@@ -387,6 +423,14 @@ def run_options(flags: argparse.Namespace) -> dict[str, Any]:
             name.strip(): int(n) if n.strip().isdecimal() else n
             for name, n in sizes.items()
         }
+        known = schema.schema_of(MeshConfig)
+        unknown = [name for name in axes if name not in known]
+        if unknown:
+            raise ConfigError(
+                f"--mesh: there is no axis {name!r}.{suggest(name, known)} "
+                f"Axes: {', '.join(AXES)}"
+                for name in unknown
+            )
         mesh = schema.from_config_dict(MeshConfig, axes)
     print_error(initialize.prepare())
     return {

@@ -77,7 +77,7 @@ def apply_config(
     sources: Sequence[WeightSource],
     set_keys: Collection[str] = (),
     before: RunConfig | None = None,
-) -> None:
+) -> Mapping[str, Any]:
     """Sets model.* and data.tokenizer of a config to those of its initial weights.
 
     Args:
@@ -88,13 +88,16 @@ def apply_config(
       before: the config of the run to resume. Its values stand for those of the source,
         which is not read again. Default: the run is new.
 
+    Returns:
+      The config that the weights were trained with, by key; {} if it is unknown.
+
     Raises:
       ConfigError: the weights are missing, are not supported, disagree with a key that
         the user has set, or have no tokenizer.
     """
     candidates = [source for source in sources if source.implies_config]
     if len(candidates) != 1:
-        return  # The validation reports several sources.
+        return {}  # The validation reports several sources.
     (source,) = candidates
     place = named_place(config, source.key)
     user_values = {
@@ -104,7 +107,10 @@ def apply_config(
     }
     stretched: dict[str, object] = {}
     if before is not None and named_place(before, source.key) == place:
-        implied = ImpliedConfig(for_logits(before.model), before.data.tokenizer)
+        trained_with = schema.flatten(schema.to_config_dict(before))
+        implied = ImpliedConfig(
+            for_logits(before.model), before.data.tokenizer, trained_with
+        )
     else:
         implied = source.config_of(config, set_keys)
         # A new run may learn longer sequences.
@@ -126,6 +132,7 @@ def apply_config(
         config.model.update(model_values)
         if "data.tokenizer" not in set_keys:
             config.data.tokenizer = implied.tokenizer
+    return implied.trained_with
 
 
 # --- before the first step ------------------------------------------------------------

@@ -9,7 +9,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.config import schema
+from jaxdist.config import assigned, schema
 from jaxdist.config.annotations import (
     NamesWeights,
     Needs,
@@ -115,6 +115,8 @@ class InitConfig:
     # whether from_run also gives the optimizer's state; step, schedule and data begin
     # at 0
     optimizer: bool = False
+    # whether a run that names no weights is refused
+    required: Annotated[bool, Resume("harmless")] = False
 
     def faults(self) -> Iterator[str]:
         """Yields combinations of values that are invalid."""
@@ -122,6 +124,12 @@ class InitConfig:
             yield (
                 f"init.from_run={self.from_run} and init.from_huggingface={self.from_huggingface}: a run "
                 f"begins with one set of weights; leave one of them out"
+            )
+        if self.required and not (self.from_run or self.from_huggingface):
+            yield (
+                "init.required=true: this config trains weights that exist, and none are named. "
+                "Add --config.init.from_huggingface=FOLDER (`hf download OWNER/MODEL "
+                "--local-dir FOLDER` makes one), or --config.init.from_run=WORKDIR."
             )
         if self.optimizer and not self.from_run:
             yield "init.optimizer: there is no run to take its state from; set init.from_run"
@@ -235,13 +243,13 @@ def unread_options(config: RunConfig) -> Iterator[str]:
 def default_config(target: str = registry.DEFAULT_TARGET) -> ConfigDict:
     """Makes the default config of a run that trains a model, for config files.
 
+    It records the keys that a config file assigns; see `config.assigned`.
+
     Args:
       target: the model's class, package.module:Class.
     """
-    config = schema.to_config_dict(RunConfig())
-    with config.unlocked():
-        config.model = model_defaults(target)
-    return config
+    values = schema.to_config_dict(RunConfig()).to_dict()
+    return assigned.RecordingConfig(values | {"model": model_defaults(target)}).lock()
 
 
 def model_defaults(target: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.folders import CheckpointError
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, schema
 from jaxdist.config.extras import MissingExtra
 from jaxdist.data import load_tokenizer, tokenizer_config
 from jaxdist.data.sources import table
@@ -47,10 +47,28 @@ class SourceRun:
           ConfigError: the step does not exist, or the run has no checkpoint.
           CheckpointError: no checkpoint can be used.
         """
-        return self.config_of(self._metadata())
+        return self.config_of(self.metadata)
 
-    def _metadata(self) -> Mapping[str, Any]:
-        """Reads the metadata of the step, or of the newest step that is not damaged."""
+    @property
+    def trained_with(self) -> dict[str, Any]:
+        """Returns the config by key; {} if the run has converted weights, not trained.
+
+        Raises:
+          ConfigError: see `config`.
+          CheckpointError: no checkpoint can be used.
+        """
+        if run_metadata.PROGRESS not in self.metadata:
+            return {}
+        return schema.flatten(self.config)
+
+    @functools.cached_property
+    def metadata(self) -> Mapping[str, Any]:
+        """Reads the metadata of the step, or of the newest step that is not damaged.
+
+        Raises:
+          ConfigError: the step does not exist, or the run has no checkpoint.
+          CheckpointError: no checkpoint can be used.
+        """
         steps = folders.list_steps(self.checkpoints)
         if self.step is not None and self.step not in steps:
             known = ", ".join(map(str, steps)) or "none"
@@ -217,7 +235,7 @@ def implied_config(config: ConfigDict, set_keys: Collection[str]) -> ImpliedConf
     stored = source.config["model"]
     target = stored.get("target")
     config_target = config.model.get("target", registry.DEFAULT_TARGET)
-    nothing = ImpliedConfig({}, config.data.tokenizer)
+    nothing = ImpliedConfig({}, config.data.tokenizer, source.trained_with)
     if not isinstance(target, str) or target == registry.USER_TARGET:
         return nothing
     if target != config_target:
@@ -229,7 +247,8 @@ def implied_config(config: ConfigDict, set_keys: Collection[str]) -> ImpliedConf
                 f"you trust it, name it here, too: --config.model.target={target}"
             )
     values = for_logits(model_defaults(target) | stored)
-    return ImpliedConfig(values, _tokenizer(source, config, set_keys, values))
+    tokenizer = _tokenizer(source, config, set_keys, values)
+    return ImpliedConfig(values, tokenizer, source.trained_with)
 
 
 def _tokenizer(

@@ -4,12 +4,12 @@ from functools import partial
 
 from jaxdist.models import lora as adapters
 from jaxdist.models import registry
-from jaxdist.parallel import execution, precision
+from jaxdist.parallel import execution, placement, precision
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.param_names import has_experts
 from jaxdist.step import reduction
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import product_formats
+from jaxdist.trainer import fine_tuning, product_formats
 from jaxdist.trainer.compose import Composition, batch_shapes
 from jaxdist.trainer.costs import costs_of, itemsize_of
 from jaxdist.trainer.model_flops import active_parameters, active_share
@@ -67,6 +67,7 @@ def step_lines(composition: Composition, built: TrainStep) -> list[str]:
     return [
         batch_arithmetic(composition),
         *unread_options(config),
+        *_warnings(composition),
         *reduction_lines(composition),
         *precision.advice(config.precision, device),
         *product_formats.lines(
@@ -75,6 +76,15 @@ def step_lines(composition: Composition, built: TrainStep) -> list[str]:
         *context_lines(config, built.rules),
         *chosen,
     ]
+
+
+def _warnings(composition: Composition) -> list[str]:
+    """Warns of mesh axes without work, and of a learning rate for adapters."""
+    texts = [
+        *placement.warnings(composition.placements(), composition.rules),
+        *fine_tuning.warnings(composition.config),
+    ]
+    return [f"warning: {text}" for text in texts]
 
 
 def context_lines(config: RunConfig, rules: Rules) -> list[str]:

@@ -8,7 +8,7 @@ import jax
 from jaxdist.config import ConfigError, schema
 from jaxdist.data.config import DataConfig
 from jaxdist.parallel import offload, precision
-from jaxdist.parallel.mesh import resolve_mesh, slices_of
+from jaxdist.parallel.mesh import can_emulate, resolve_mesh, slices_of
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.protocols.objective import Objective
 from jaxdist.step.model_checks import check_model
@@ -53,6 +53,7 @@ def validate(
             slices_of(config.mesh, devices),
             with_data=with_data,
             build=build,
+            emulates=can_emulate(devices),
         )
     except ConfigError as error:
         raise ConfigError([*faults, *error.faults]) from None
@@ -113,6 +114,7 @@ def validate_on(
     with_data: bool = True,
     build: Build | None = None,
     spec: ModelSpec | None = None,
+    emulates: bool = False,
 ) -> Composition:
     """Composes a run on a number of devices and checks that its settings fit together.
 
@@ -123,6 +125,7 @@ def validate_on(
       with_data: whether to check `data.*`. False suits callers without a corpus.
       build: makes the caller's model; default: the config names the model.
       spec: the model, if it is known.
+      emulates: whether the devices are those of a CPU; see `resolve_mesh`.
 
     Raises:
       ConfigError: the config is invalid. It lists all faults, each with its fix.
@@ -140,7 +143,10 @@ def validate_on(
     shape = None
     try:
         shape = resolve_mesh(
-            config.mesh, num_devices, num_slices or config.mesh.dcn.num_slices
+            config.mesh,
+            num_devices,
+            num_slices or config.mesh.dcn.num_slices,
+            emulates=emulates,
         )
     except ConfigError as error:
         faults += error.faults

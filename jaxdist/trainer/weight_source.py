@@ -6,7 +6,7 @@ weights imply. Before the first step, it gives the weights.
 
 import functools
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -26,6 +26,8 @@ class ImpliedConfig(NamedTuple):
 
     model: dict[str, Any]  # values of model.*; {} = the source has none
     tokenizer: str  # value of data.tokenizer
+    # config of the run that trained the weights, by key; {} = unknown
+    trained_with: Mapping[str, Any] = {}
 
 
 class LoadedWeights(NamedTuple):

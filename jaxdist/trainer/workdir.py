@@ -6,7 +6,7 @@ A config.json, or its copy in a checkpoint, is untrusted: anybody may have writt
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from jaxdist.trainer.run_config import (
     model_defaults,
 )
 
+_MOST_CHANGES = 4  # changed keys that are told one by one
 CONFIG = run_format.CONFIG
 RUN = run_format.RUN
 LOCK = ".lock"
@@ -322,18 +323,44 @@ def check_stored_config(
         same_warmup.add(run_metadata.schedule_of(metadata).warmup_steps)
     free_keys = keys_that_may_change(config)
     faults = []
+    changed = []
     before = _with_new_options(tupled(stored), config)
     for change in schema.diff(before, schema.to_config_dict(config)):
         if change.path in free_keys:
             continue
         if change.path == "optimizer.warmup_steps" and change.new in same_warmup:
             continue
+        changed.append(change.path)
         faults.append(
             f"{change.path}: the run in {place} has {_shown(change.old)}, "
             f"now {_shown(change.new)}; {fix}"
         )
+    if len(faults) > _MOST_CHANGES:
+        raise ConfigError(_another_run(changed, config, place, at))
     if faults:
         raise ConfigError(faults)
+
+
+def _another_run(keys: Sequence[str], config: RunConfig, place: Path, at: str) -> str:
+    """Formats the fault of a folder that holds a run of another config.
+
+    Args:
+      keys: the keys that differ.
+      config: the config to resume with.
+      place: the folder.
+      at: the newest step as `@STEP`, or "".
+    """
+    shown = ", ".join(keys[:_MOST_CHANGES])
+    resume = "resume its run with its own config"
+    if config.model["target"] == registry.USER_TARGET:
+        resume = "resume its run by fit with its own arguments"
+    elif (place / CONFIG).is_file():  # a workdir, and no checkpoint.folder
+        resume = f"resume its run: python -m jaxdist.train --workdir {place}"
+    return (
+        f"{place} holds a run of another config: {shown} and {len(keys) - _MOST_CHANGES} more keys differ. "
+        f"Give this run another folder; or {resume}; or branch with "
+        f"init.from_run={place}{at} in another folder"
+    )
 
 
 def _with_new_options(stored: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:

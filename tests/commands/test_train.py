@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -127,7 +128,10 @@ CASES = {
     ),
     "mesh too large": (
         ["mesh.data=16"],
-        ["mesh: data 16 needs 16 devices, there are 8; set sizes whose product"],
+        [
+            "mesh: data 16 needs 16 devices, there are 8; set sizes whose product",
+            "start with XLA_FLAGS=--xla_force_host_platform_device_count=16",
+        ],
     ),
     "mesh does not divide": (["mesh.fsdp=3"], ["fsdp 3 needs 3 devices", "divides 8"]),
     "zero without shards": (
@@ -411,6 +415,20 @@ def test_a_changed_config_is_refused_with_its_differences(capsys, finished):
     assert set(changes) == {"seed", "model.d_ff", "optimizer.learning_rate"}
     cure = f"the run in {folder} has 384, now 256; put it back, or branch with init.from_run={folder}@2 in"
     assert changes["model.d_ff"].startswith(cure)
+    assert (folder / "config.json").read_text() == before
+
+
+def test_the_workdir_of_another_config_is_one_line_with_the_command_that_resumes_it(
+    capsys, finished
+):
+    folder, _ = finished
+    before = (folder / "config.json").read_text()
+    words = ("--config", "gpt2_124m:tiny", "--workdir", str(folder))
+    (fault,) = refused(capsys, *words)
+    assert fault.startswith(f"{folder} holds a run of another config: ")
+    assert re.search(r": (\S+, ){3}\S+ and \d+ more keys differ\. Give this run", fault)
+    assert f"resume its run: python -m jaxdist.train --workdir {folder};" in fault
+    assert f"branch with init.from_run={folder}@2 in another folder" in fault
     assert (folder / "config.json").read_text() == before
 
 

@@ -3,6 +3,7 @@ shardings.
 """
 
 import ast
+import dataclasses
 import shlex
 
 import jax
@@ -11,8 +12,17 @@ import pytest
 from jaxdist import train
 from jaxdist.config import ConfigError, files, schema
 from jaxdist.models.experts import EXPERT_FIELDS
+from jaxdist.parallel import axes, placement
+from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
 from jaxdist.planner import dry_run
-from jaxdist.trainer import cli, run_config, validation, workdir
+from jaxdist.trainer import (
+    cli,
+    compose,
+    layout_rules,
+    run_config,
+    validation,
+    workdir,
+)
 from support import goldens
 
 SMALL = ("quickstart", "vit_digits")  # CPU minutes as they are
@@ -128,6 +138,27 @@ def test_a_tiny_config_trains(tmp_path):
     rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert len(rows) == 3
     assert workdir.read_config(tmp_path / "run").model["d_model"] == 128
+
+
+# --- axes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", goldens.CONFIGS)
+def test_every_axis_that_a_shipped_model_accepts_has_work(name):
+    run = goldens.run_of(name)
+    spec = goldens.spec_of(name)
+    tried = []
+    for axis in axes.AXES:
+        mesh = MeshConfig(**{"data": 1, axis: 2})
+        run_on_axis = dataclasses.replace(run, mesh=mesh)
+        composition = compose.compose(run_on_axis, resolve_mesh(mesh, 2), spec)
+        if layout_rules.layout_faults(composition):
+            continue
+        tried.append(axis)
+        lines = placement.warnings(composition.placements(), composition.rules)
+        assert lines == [], axis
+    assert {"data", "fsdp", "tensor"} <= {*tried}
+    assert ("expert" in tried) == (name in goldens.OF_EXPERTS)
 
 
 # --- goldens --------------------------------------------------------------------------

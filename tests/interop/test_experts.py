@@ -80,6 +80,7 @@ def flags(folder, **changes):
         "batch.sequence_length": 16,
         "batch.global_size": 8,
         "optimizer.name": "adamw",
+        "optimizer.learning_rate": 0.01,
         "optimizer.warmup_steps": 1,
         "mesh.data": -1,
         "mesh.expert": 2,

@@ -385,6 +385,11 @@ def test_what_cannot_be_is_said_before_anything_compiles(whole, monkeypatch):
         ("an argument of fit", {"settings": {"train.steps": 3}}),
         ("no such field", {"settings": {"train.log_evry": 3}}),
         (
+            "mesh.tp: no such field. There are mesh.pipeline, mesh.data, mesh.fsdp, "
+            "mesh.expert, mesh.context, mesh.tensor",
+            {"mesh": {"tp": 2}},
+        ),
+        (
             "batch.accumulation=2: Net.loss changes its state",
             {"settings": {"batch.accumulation": 2}},
         ),

@@ -25,6 +25,20 @@ def faults(config: MeshConfig, devices: int = 8, slices: int = 1) -> str:
     return str(caught.value)
 
 
+def test_too_few_cpu_devices_get_the_flag_that_emulates_more():
+    config = MeshConfig(fsdp=4, tensor=2)
+    with pytest.raises(ConfigError) as error:
+        resolve_mesh(config, 1, emulates=True)
+    assert str(error.value).endswith(
+        "or emulate 8 on this CPU: start with "
+        "XLA_FLAGS=--xla_force_host_platform_device_count=8"
+    )
+    for devices, emulates in ((1, False), (12, True)):  # 12: too many, not too few
+        with pytest.raises(ConfigError) as error:
+            resolve_mesh(config, devices, emulates=emulates)
+        assert "XLA_FLAGS" not in str(error.value)
+
+
 def test_the_rest_goes_to_the_axis_that_is_minus_one():
     assert resolve_mesh(MeshConfig(tensor=2), 8).sizes["data"] == 4
     shape = resolve_mesh(MeshConfig(data=2, fsdp=-1, tensor=2), 8)

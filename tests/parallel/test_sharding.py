@@ -116,6 +116,12 @@ def test_activations_follow_their_names_and_leave_out_what_does_not_divide():
     assert split == P(("data", "fsdp"), "tensor", None)
 
 
+def test_an_unknown_name_of_an_activation_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="'sequnce'. Did you mean sequence.*batch,"):
+        rules(fsdp=2).activation(("batch", "sequnce", None), (4, 8, 16))
+    assert rules(fsdp=2).activation(("batch", "head_dim"), (4, 8)) == P("fsdp", None)
+
+
 def test_shard_does_nothing_outside_a_step_and_constrains_inside():
     x = jnp.ones((8, 4, 2))
     assert execution.shard(x, "batch", "sequence", None) is x

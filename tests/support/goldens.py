@@ -39,8 +39,9 @@ from support.nodes import nodes_by_room  # noqa: E402
 
 FOLDER = ROOT / "tests" / "golden"
 COMMAND = "python tests/support/goldens.py"
-# its model is that of the run that it begins with: tests/commands/test_sft.py
-BASED = {"sft_lora"}
+# their model is that of the weights that they begin with: tests/commands/test_sft.py,
+# tests/trainer/test_fine_tuning.py
+BASED = {"finetune", "sft_lora"}
 CONFIGS = sorted({path.stem for path in (ROOT / "configs").glob("[a-z]*.py")} - BASED)
 SMALL = ("quickstart", "gpt2_124m", "vit_digits")
 

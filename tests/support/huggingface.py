@@ -146,6 +146,7 @@ def flags(text, folder=SMOLLM, **changes):
         "data.cache_dir": Path(text).parent / "cache",
         "optimizer.warmup_steps": 1,
         "optimizer.name": "adamw",
+        "optimizer.learning_rate": 0.01,  # tiny models learn in 2 steps
     }
     given |= {key.replace("__", "."): value for key, value in changes.items()}
     return [

@@ -23,9 +23,10 @@ from jaxdist.checkpoint.folders import CheckpointError, list_steps
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.checkpoint.state_dict import to_canonical
 from jaxdist.config import ConfigError, trees
-from jaxdist.trainer import cli, initial_weights, validation
+from jaxdist.trainer import cli, initial_weights, source_run, validation
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.workdir import workdir_lock
+from support import weight_sources
 from support.checkpoints import flip, save_and_wait
 from support.runs import TINY, final_arrays, refused, start_group
 
@@ -144,6 +145,17 @@ def old(text, tmp_path_factory) -> Path:
     # 1: the beginning of its decay
     assert list_steps(workdir / "checkpoints") == [1, 2, 4]
     return workdir
+
+
+def test_a_branch_keeps_the_data_and_the_rate_that_the_run_was_trained_with(old, text):
+    """The config's learning rate, 0.01, is high for trained weights of another kind."""
+    trained_with = source_run.locate(f"{old}@2").trained_with
+    assert trained_with["data.path"] == str(text)
+    assert trained_with["optimizer.learning_rate"] == 0.01
+    branch = [*words(text, **SHAPE), f"--config.init.from_run={old}"]
+    assert weight_sources.parsed(branch).optimizer.learning_rate == 0.01
+    with pytest.raises(ConfigError, match="optimizer.name=muon is for random weights"):
+        weight_sources.parsed([word for word in branch if "optimizer.name" not in word])
 
 
 def test_the_weights_are_those_of_the_step_on_another_mesh(old, text, tmp_path):

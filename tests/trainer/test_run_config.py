@@ -114,6 +114,18 @@ def test_a_config_file_may_leave_out_everything(tmp_path):
     assert parse("--config", str(path), "--config.model.d_ff=8").model["d_ff"] == 8
 
 
+def test_an_unknown_axis_of_a_trained_run_s_mesh_lists_the_axes():
+    parser = cli.WorkdirParser("test", None)
+    flags = parser.parse_args(["--workdir", "x", "--mesh", "tp=2,fspd=2"])
+    with pytest.raises(ConfigError) as error:
+        cli.run_options(flags)
+    axes = "pipeline, data, fsdp, expert, context, tensor"
+    assert error.value.faults == (
+        f"--mesh: there is no axis 'tp'. Axes: {axes}",
+        f"--mesh: there is no axis 'fspd'. Did you mean fsdp? Axes: {axes}",
+    )
+
+
 # --- what may change on resume --------------------------------------------------------
 
 
