@@ -56,7 +56,10 @@ class ConfigParser(Parser):
             "-h", "--help", nargs="?", const="", metavar="TEXT", help=help_of_help
         )
         self.add_argument(
-            "--config", help="packaged name or path, with optional :argument"
+            "--config",
+            help="packaged name or path, with optional :argument; --config.KEY=VALUE "
+            "sets a key. Tuples: 1,2 or a,b; in Python's form if a value has commas "
+            "outside of brackets or begins with one: \"('(a|b)/c', 'd,e')\"",
         )
         add_trust(self)
 

@@ -37,6 +37,7 @@ OF_DATA += (
     "token cache's table",
     "token cache's tokens",
     "tokenizer.json",
+    "tuple-valued flags",
 )
 COSTLY = "state"  # which restores a checkpoint for each input
 WALL_S = 60  # for an answer: the program itself limits a reader's processor time
