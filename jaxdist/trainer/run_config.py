@@ -48,7 +48,8 @@ class TrainConfig:
 
     # More steps on resume extend the learning-rate schedule (`optim.schedules.extend`).
     steps: Annotated[PositiveInt, Resume("harmless")] = 1000  # optimizer updates
-    # minutes of training after which the run stops; 0 = no limit
+    # minutes after which the run stops, counted from the opened data, with compilation,
+    # evaluations, saves, and the time of earlier starts; 0 = no limit
     max_minutes: Annotated[NonNegativeFloat, Resume("harmless")] = 0.0
     # steps between rows of metrics.jsonl
     log_every: Annotated[PositiveInt, Resume("harmless")] = 10

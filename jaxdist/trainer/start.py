@@ -92,6 +92,7 @@ def init_or_restore(
             if line and jax.process_index() == 0:
                 print(line)
         run.progress = first.progress
+        run.limit.resume(first.progress.wall_s)
         run.dataset = skipping
         return Start(first.state, step_flops=flops, callbacks=first.callbacks)
     finally:

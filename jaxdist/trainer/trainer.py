@@ -132,6 +132,7 @@ def train(
             dataset = opening.open_run_data(
                 config, folder, inputs.dataset, this_run.say
             )
+            this_run.limit.start()
             built = composition.build_step(
                 devices,
                 max_traces=MAX_TRACES,
