@@ -309,8 +309,12 @@ def unknown_field(path: str, schema: Iterable[str]) -> str:
 
 
 def to_config_dict(instance: object) -> ConfigDict:
-    """Converts a dataclass instance to a nested, locked ConfigDict."""
-    return ConfigDict(_to_dict(instance)).lock()
+    """Converts a dataclass instance to a nested, locked ConfigDict.
+
+    It takes values of any type, because a key may have several, such as 100 and "auto".
+    `from_config_dict` checks the types of all keys.
+    """
+    return ConfigDict(_to_dict(instance), type_safe=False).lock()
 
 
 def _to_dict(value: Any) -> Any:

@@ -36,6 +36,7 @@ from jaxdist.trainer.default_workdir import default_workdir
 from jaxdist.trainer.exit_code import print_error
 from jaxdist.trainer.run_config import (
     RunConfig,
+    TrainConfig,
     default_config,
     from_config,
     full_schema,
@@ -105,6 +106,7 @@ def parse(
         raise SystemExit(0)
     try:
         files.apply_overrides(config, overrides, fields)
+        faults += _choose_length(config, overrides)
     except ConfigError as error:
         faults += error.faults
     if faults:
@@ -116,6 +118,25 @@ def parse(
     run = from_config(config)
     _check_loggers(flags, run, chosen=loggers.KEY in overrides)
     return flags, run
+
+
+def _choose_length(config: ConfigDict, overrides: Mapping[str, str]) -> list[str]:
+    """Lets train.epochs of the command line replace a config's train.steps, or reverse.
+
+    Returns:
+      The fault of a command line that has both; [] for others.
+    """
+    lengths = ("train.steps", "train.epochs")
+    named = [key for key in lengths if key in overrides]
+    if len(named) == 2:
+        return [
+            "train.steps and train.epochs both say how long the run is; leave out one"
+        ]
+    if named == ["train.steps"]:
+        config.update_from_flattened_dict({"train.epochs": 0.0})
+    elif named:
+        config.update_from_flattened_dict({"train.steps": TrainConfig.steps})
+    return []
 
 
 def _load_for_model(

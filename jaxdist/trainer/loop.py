@@ -21,7 +21,7 @@ from jaxdist.telemetry.display import Display
 from jaxdist.trainer import batching, opening, restore, run_metadata
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd, StepView
 from jaxdist.trainer.health import Diverged, SkippingDataset
-from jaxdist.trainer.held_out import score_held_out
+from jaxdist.trainer.held_out import evaluation_interval, score_held_out
 from jaxdist.trainer.preemption import StopSignals
 from jaxdist.trainer.saver import Saver
 from jaxdist.trainer.step_log import StepLog
@@ -69,6 +69,7 @@ class Trainer:
         self.saver = saver
         # This may read files of the data, which may be gone later. So it runs once.
         self.shardings = batching.batch_shardings(self.config, self.built)
+        self._eval_every = evaluation_interval(self.config, self.dataset)
         self._evaluated_at = -1  # step of the last evaluation
         # the step after which all processes vote on train.max_minutes; and on the first
         # process, until the vote, the step of the next such vote
@@ -260,7 +261,7 @@ class Trainer:
         train = self.config.train
         number = view.step
         due = self.callbacks.due(number)
-        evaluates = train.eval_every > 0 and number % train.eval_every == 0
+        evaluates = self._eval_every > 0 and number % self._eval_every == 0
         for callback in due:
             with self._paused(view, callback.bucket):
                 self.callbacks.paused_step(callback, view)
@@ -284,7 +285,7 @@ class Trainer:
         for callback in self.callbacks.due(0):
             with self._paused(view, callback.bucket):
                 self.callbacks.paused_step(callback, view)
-        if self.config.train.eval_every and not view.interrupted:
+        if self._eval_every and not view.interrupted:
             with self._paused(view, bucket=""):
                 self._evaluate(view)
         self._vote(view)

@@ -35,6 +35,8 @@ def config_of(**changes) -> run_config.RunConfig:
     small = {f"model.{name}": size for name, size in sizes.items()} | {
         "train.steps": STEPS,
         "train.log_every": 1,
+        "train.eval_every": 0,
+        "train.sample_tokens": 0,
         "batch.global_size": 4,
         "batch.sequence_length": 16,
         "checkpoint.every_steps": 0,
