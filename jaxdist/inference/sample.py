@@ -49,12 +49,13 @@ class Sample(Callback):
         except ConfigError as error:
             run.note(f"no sample: {error}")
             return
-        except jax.errors.JaxRuntimeError as error:
-            # Nobody asked for the sample, and the run is saved. In a group, the other
-            # processes would wait for this one.
-            if not isinstance(train.sample_tokens, str) or jax.process_count() > 1:
+        except Exception as error:
+            if train.sample_tokens != "auto":
                 raise
-            run.note(f"no sample: {str(error).splitlines()[0]}")
+            # Nobody asked for it, and the run is saved. A model of the user may have
+            # another `decode`, or the devices no memory for it.
+            first_line = next(iter(str(error).splitlines()), "")
+            run.note(f"no sample: {type(error).__name__}: {first_line}")
             return
         text = train.sample_prompt + tokenizer.decode(generation.tokens)
         run.note(f"sample:\n{text}")
@@ -68,11 +69,15 @@ class Sample(Callback):
 def _length_of_sample(
     sample_tokens: int | Literal["auto"], prompt_tokens: int, spec: ModelSpec
 ) -> int:
-    """Chooses the number of tokens to write; with auto, 0 if the model has no room."""
+    """Chooses the number of tokens to write; 0 = no sample.
+
+    With auto there is none if the prompt is empty or the model has no room for more. Nor
+    is there with several processes, of which one that failed would stop the others.
+    """
     if sample_tokens != "auto":
         return sample_tokens
     longest = longest_text(spec)
-    if not prompt_tokens:
+    if not prompt_tokens or jax.process_count() > 1:
         return 0
     if longest is None:
         return _AUTO_TOKENS

@@ -338,7 +338,7 @@ def _describe_rule(config: OptimizerConfig, peak: float) -> str:
         )
     else:
         final = config.final_learning_rate * peak
-        how = f"the rate decays again from where it is ({final:g} at the end)"
+        how = f"the rate goes from where it is then to {final:g} at the new end"
     return f"learning rate: if train.steps is raised later, {how}"
 
 

@@ -73,7 +73,7 @@ class TrainConfig:
         tuple[str, ...], Resume("harmless"), Needs("jaxdist.trainer.loggers.Loggers")
     ] = ()
     # tokens of sample text written at the end; 0 = no sample; auto = 200 if the model
-    # writes text
+    # writes text and one process trains it
     sample_tokens: Annotated[
         NonNegativeInt | Auto,
         Resume("harmless"),

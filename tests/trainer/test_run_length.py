@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import jax
 import pytest
@@ -12,7 +13,7 @@ from jaxdist.data.dataset import Dataset
 from jaxdist.inference import sample
 from jaxdist.telemetry.metrics import read_rows
 from jaxdist.trainer import compose, held_out, run_config, trainer
-from jaxdist.trainer.callbacks import Callback, Run
+from jaxdist.trainer.callbacks import Callback, Run, RunEnd
 
 SMALL = {
     "model.num_layers": 1,
@@ -142,6 +143,30 @@ def test_auto_evaluates_a_share_of_a_large_held_out_set(tmp_path):
     assert config.data == DataConfig(
         source="text", path=config.data.path, cache_dir=config.data.cache_dir
     )
+
+
+@pytest.mark.parametrize(("tokens", "fails"), [("auto", False), (7, True)])
+def test_an_automatic_sample_that_fails_does_not_fail_the_run(
+    tmp_path, monkeypatch, tokens, fails
+):
+    def no_memory(*arguments, **options):
+        raise MemoryError("no memory\nat all")
+
+    notes = []
+    run = mock.MagicMock()
+    run.note = notes.append
+    run.config = config_of(tmp_path, train__sample_tokens=tokens)
+    run.spec.abstract_model.max_length = None
+    run.dataset.tokenizer.encode.return_value = [1]
+    monkeypatch.setattr(sample, "text_generator", lambda *_, **__: no_memory)
+    callback = sample.Sample()
+    callback.on_start(run)
+    if fails:
+        with pytest.raises(MemoryError):
+            callback.on_end(RunEnd(state=None))
+    else:
+        callback.on_end(RunEnd(state=None))
+        assert notes == ["no sample: MemoryError: no memory"]
 
 
 def test_an_automatic_sample_fits_the_model(monkeypatch):
