@@ -12,7 +12,7 @@ from jaxdist.data.config import DataConfig
 from jaxdist.data.dataset import Dataset
 from jaxdist.inference import sample
 from jaxdist.telemetry.metrics import read_rows
-from jaxdist.trainer import compose, held_out, run_config, trainer
+from jaxdist.trainer import compose, held_out, run_config, trainer, validation
 from jaxdist.trainer.callbacks import Callback, Run, RunEnd
 
 SMALL = {
@@ -177,3 +177,11 @@ def test_an_automatic_sample_fits_the_model(monkeypatch):
     assert sample._length_of_sample(7, 0, None) == 7
     monkeypatch.setattr(sample, "longest_text", lambda spec: None)
     assert sample._length_of_sample("auto", 1, None) == 200
+
+
+def test_a_plan_of_epochs_takes_a_warm_up_of_any_length(tmp_path):
+    warm = {"optimizer__warmup_steps": 5000, "train__steps": 1000}
+    with pytest.raises(ConfigError, match="warmup_steps"):
+        validation.validate_on(config_of(tmp_path, **warm), 1)
+    epochs = config_of(tmp_path, **warm, train__epochs=100.0)
+    validation.validate_on(epochs, 1).build_step(jax.devices()[:1])
