@@ -38,6 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
     flags, run = cli.parse(_parser(), arguments, weight_sources=interop.WEIGHT_SOURCES)
     if flags.fewest is not None:
         return _find_fewest(run, flags)
+    if run.train.epochs and not flags.tokens:
+        raise ConfigError(
+            f"train.epochs={run.train.epochs:g}: a plan reads no data, so the number of "
+            f"steps is unknown; give --tokens, or --config.train.steps"
+        )
     folder = Path(flags.workdir) if flags.workdir else None
     run, target = run_in_workdir.as_it_runs(run, flags.config, folder, flags.on)
     if flags.expert_load > 1 and not run.model.get("num_experts"):

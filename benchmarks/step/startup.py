@@ -94,7 +94,8 @@ print("\\n".join(f"    config.{{k}} = {{v!r}}" for k, v in flat.items() if usual
         done.stdout.rstrip(),
         f"    config.data.source, config.data.path = 'bin', {str(folder / 'tokens.bin')!r}",
         f"    config.data.cache_dir = {str(folder / 'data')!r}",
-        "    config.train.steps = 1\n    config.checkpoint.every_steps = 0",
+        "    config.train.steps = 1\n    config.train.eval_every = 0\n"
+        "    config.checkpoint.every_steps = 0",
         "    config.checkpoint.save_at_end = False\n    return config\n",
     ]
     (folder / "start.py").write_text("\n".join(lines))

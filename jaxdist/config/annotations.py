@@ -140,6 +140,10 @@ _WORDS = {
     "none": None,
 }
 
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
+_QUOTES = ("'", '"')
+_PYTHON = ("(", "[", *_QUOTES)  # beginnings of a tuple that is written as in Python
+
 # Errors of `convert` and `parse` for a value that does not conform.
 MISMATCH = (ValueError, OverflowError)
 
@@ -255,10 +259,131 @@ def _element_types(args: tuple[Any, ...], length: int) -> tuple[Any, ...]:
 def parse(text: str, annotation: object) -> Any:
     """Parses command-line text as the type of an annotation.
 
+    All tuples follow one rule. Values stand between commas: `1,2` or `query,value`.
+    A comma inside (), [] or {} is part of its value, so a regex may hold one:
+    `layers/.{1,2}/query`. A text that begins with a bracket or a quote is Python, such
+    as `("a,b", "c")` or `"(a|b)/c"`. An empty text is the empty tuple.
+
     Raises:
       MISMATCH: no reading of the text conforms.
     """
+    kind = typing.get_origin(annotation) or annotation
+    args = typing.get_args(annotation)
+    if kind is Annotated:
+        return parse(text, args[0])
+    if kind is tuple:
+        return _parse_tuple(text, annotation)
+    if kind in _UNIONS and any(map(_is_tuple, args)):
+        for arg in sorted(args, key=_is_tuple):  # a tuple of str would take "none"
+            with contextlib.suppress(*MISMATCH):
+                return parse(text, arg)
+        raise ValueError("no reading of the value conforms")
     return _first((reading, annotation) for reading in _readings(text))
+
+
+def _is_tuple(annotation: object) -> bool:
+    if typing.get_origin(annotation) is Annotated:
+        return _is_tuple(typing.get_args(annotation)[0])
+    return tuple in (annotation, typing.get_origin(annotation))
+
+
+def _parse_tuple(text: str, annotation: Any) -> Any:
+    """Parses the text of a tuple; see `parse` for the rule."""
+    text = text.strip()
+    if text.startswith(_PYTHON):
+        value = literal(text)
+        if value is text:
+            raise ValueError("not a value of Python")
+        return _first(((value, annotation), ((value,), annotation)))
+    words = _split(text) if text else []
+    element_types = _element_types(typing.get_args(annotation), len(words))
+    return tuple(
+        parse(word, element_type)
+        for word, element_type in zip(words, element_types, strict=True)
+    )
+
+
+def _split(text: str) -> list[str]:
+    """Splits a text at the commas that stand outside of brackets.
+
+    Raises:
+      ValueError: a part is empty, a bracket has no partner, or a quote begins a part.
+    """
+    parts = []
+    start = 0  # of the part
+    closing: list[str] = []  # the brackets that are due, the innermost last
+    places = iter(range(len(text)))
+    for place in places:
+        character = text[place]
+        in_class = closing[-1:] == ["]"]  # of a regex, where brackets are characters
+        if character == "\\":
+            next(places, None)
+        elif closing[-1:] == [character]:
+            closing.pop()
+        elif character in _BRACKETS and not in_class:
+            closing.append(_BRACKETS[character])
+        elif character in _BRACKETS.values() and not in_class:
+            raise ValueError("a bracket has no partner")
+        elif character == "," and not closing:
+            parts.append(text[start:place])
+            start = place + 1
+    parts.append(text[start:])
+    parts = [part.strip() for part in parts]
+    if closing or "" in parts or any(part.startswith(_QUOTES) for part in parts):
+        raise ValueError("no values between commas")
+    return parts
+
+
+def tuple_form(annotation: object) -> str:
+    """Shows how the command line writes a tuple of this type; "" for other types."""
+    if not _is_tuple(annotation):
+        return ""
+    value = _example(annotation, 0)
+    python = f'"{value!r}"'
+    if any(isinstance(item, tuple) for item in value):
+        return f", such as {python}"
+    return f", such as {','.join(map(str, value))} or {python}"
+
+
+def _example(annotation: Any, number: int) -> Any:
+    """Makes the example with a number, from 0, of a type."""
+    args = typing.get_args(annotation)
+    kind = typing.get_origin(annotation) or annotation
+    if kind is Annotated:
+        return _example(args[0], number)
+    if kind in _UNIONS:
+        return _example(args[0], number)
+    if kind is Literal:
+        return args[number % len(args)]
+    if kind is tuple:
+        count = 1 if args and _is_tuple(args[0]) else 2
+        element_types = _element_types(args, count)
+        return tuple(map(_example, element_types, range(len(element_types))))
+    if kind is int:
+        return number + 1
+    if kind is float:
+        return number + 0.5
+    return "abcdef"[number % 6]
+
+
+def _is_nested(item: object) -> bool:
+    return isinstance(item, tuple)
+
+
+def flag_text(value: object) -> str:
+    """Writes a value so that the command line reads it back, without a shell's quotes."""
+    if isinstance(value, str):
+        # A text that looks like a value of Python stands in quotes.
+        return value if literal(value) is value else repr(value)
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple) and not any(map(_is_nested, value)):
+        words = [x if isinstance(x, str) else flag_text(x) for x in value]
+        plain = ",".join(words)
+        with contextlib.suppress(ValueError):
+            if _split(plain) == words and not plain.startswith(_PYTHON):
+                return plain
+    return repr(value)
 
 
 def _first(
@@ -273,8 +398,7 @@ def _first(
 
 def _readings(text: str) -> Iterator[object]:
     """Yields the values that a text may stand for, the most specific first."""
-    value = literal(text)
-    yield value
+    yield literal(text)
     yield _WORDS.get(text.lower(), text)
     try:
         number = float(text)
@@ -285,10 +409,6 @@ def _readings(text: str) -> Iterator[object]:
             yield int(number)  # "1e6" may be an int
         yield number
     yield text
-    parts = [part.strip() for part in text.strip("()[] ").split(",") if part.strip()]
-    yield (value,)
-    yield tuple(literal(part) for part in parts)
-    yield tuple(parts)
 
 
 def literal(text: str) -> object:

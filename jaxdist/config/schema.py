@@ -200,8 +200,8 @@ def _is_open_group(annotation: object) -> bool:
 def parse_value(text: str, field: Field) -> Any:
     """Parses the text of `--config.path=text` as the field's type.
 
-    Tuples are written `1,2` or `(1, 2)`, booleans true/false/1/0/yes/no, and absence
-    `none`.
+    Booleans are true/false/1/0/yes/no, and absence is `none`. `annotations.parse` has
+    the rule of tuples.
 
     Raises:
       ConfigError: the text does not parse. The error names the field, the text and the
@@ -210,7 +210,8 @@ def parse_value(text: str, field: Field) -> Any:
     try:
         return annotations.parse(text, field.type)
     except annotations.MISMATCH:
-        raise ConfigError(_wrong(field, text)) from None
+        form = annotations.tuple_form(field.type)
+        raise ConfigError(_wrong(field, text, form)) from None
 
 
 def _wrong(field: Field, value: object, more: str = "") -> str:
@@ -312,8 +313,12 @@ def unknown_field(path: str, schema: Iterable[str]) -> str:
 
 
 def to_config_dict(instance: object) -> ConfigDict:
-    """Converts a dataclass instance to a nested, locked ConfigDict."""
-    return ConfigDict(_to_dict(instance)).lock()
+    """Converts a dataclass instance to a nested, locked ConfigDict.
+
+    It takes values of any type, because a key may have several, such as 100 and "auto".
+    `from_config_dict` checks the types of all keys.
+    """
+    return ConfigDict(_to_dict(instance), type_safe=False).lock()
 
 
 def _to_dict(value: Any) -> Any:

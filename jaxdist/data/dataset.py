@@ -144,6 +144,17 @@ class Dataset:
         """
         return self.read("train", step * global_size + np.arange(global_size)[rows])
 
+    @property
+    def epoch_samples(self) -> int | None:
+        """The number of training samples in an epoch.
+
+        It is None for a mixture, which reads some sources more often than others, and
+        for the batches of a user, whose number is unknown.
+        """
+        if len(self._sizes) > 1:
+            return None
+        return self.num_train_samples
+
     def reader_state(self, step: int) -> Any:
         """Returns the JSON state from which a reader continues at `step`.
 

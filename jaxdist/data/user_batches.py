@@ -223,6 +223,11 @@ class UserDataset(Dataset):
         whole = {INDEX: indices.astype(np.int32)} | batch
         return {name: values[rows] for name, values in whole.items()}
 
+    @property
+    def epoch_samples(self) -> int | None:
+        """The number of samples of arrays; None for a reader's batches."""
+        return super().epoch_samples if self._reader is None else None
+
     def reader_state(self, step: int) -> Any:
         """Returns the state of an iterator before the batch after `step` updates.
 

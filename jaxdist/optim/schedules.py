@@ -19,6 +19,7 @@ Schedule = Callable[[ArrayLike], jax.Array]  # updates done so far -> learning r
 # decays from it.
 _FADED = 0.01
 _MAX_STEPS = 2**31
+MOST_WARMUP = 100  # most steps of a warm-up that the config does not set
 # schedules that end; the others continue as long as the run
 _DECAYS: tuple[ScheduleName, ...] = ("cosine", "linear", "wsd")
 
@@ -107,7 +108,7 @@ def rate_of_one(step: ArrayLike) -> jax.Array:
 
 def default_warmup(steps: int) -> int:
     """Computes the default number of warm-up steps for a schedule of this length."""
-    return min(100, steps // 10)
+    return min(MOST_WARMUP, steps // 10)
 
 
 def settle(config: OptimizerConfig, train_steps: int) -> ScheduleSteps:
@@ -321,10 +322,30 @@ def describe(
         if train_steps < steps.end and not steps.extensions:
             line += f"; the run ends before, at step {train_steps}"
     lines = [line]
+    if depends_on_train_steps(config) and not steps.extensions:
+        lines.append(_describe_rule(config, peak))
     for count in range(1, len(steps.extensions) + 1):
         so_far = replace(steps, extensions=steps.extensions[:count])
         lines.append(_describe_extension(config, so_far, peak))
     return lines
+
+
+def _describe_rule(config: OptimizerConfig, peak: float) -> str:
+    """Describes how a schedule goes on if `train.steps` is raised; see `extend`."""
+    if config.schedule == "wsd":
+        how = (
+            "the run goes back to the step where the decay began, stays at its peak, and "
+            "decays at the new end"
+        )
+    elif config.final_learning_rate < _FADED:
+        how = (
+            f"the rate rises again in at most {MOST_WARMUP} steps, then decays to the "
+            f"new end"
+        )
+    else:
+        final = config.final_learning_rate * peak
+        how = f"the rate goes from where it is then to {final:g} at the new end"
+    return f"learning rate: if train.steps is raised later, {how}"
 
 
 def _describe_extension(

@@ -48,6 +48,7 @@ PACKAGES = (
 _VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS"}  # where flags are set
 _FLAG_VALUES = {"true": True, "": True, "false": False}
 _NOT_INHERITED = ("--xla_gpu", "--xla_force_host_platform_device_count")
+SAY_EVERY_S = 10.0  # seconds of silence after which a stage is told again
 _LOG_LINES = 300  # of the compiler's log, kept with a result
 _TAIL_LINES = 15  # of the log, shown after a failure
 
@@ -379,6 +380,7 @@ def _watch(
     began = time.monotonic()
     peak = 0
     stage = ""
+    said = began  # time of the last line
     fault = ""
     command = [sys.executable, "-m", "jaxdist.planner.worker", str(folder)]
     with (folder / "log").open("wb") as log:
@@ -394,9 +396,14 @@ def _watch(
             elif time.monotonic() - began > options.timeout_s:
                 fault = f"the compiler took more than {options.timeout_s:g} s"
             latest = _read(folder / "stage")
+            now = time.monotonic()
             if latest and latest != stage:
                 stage = latest
+                said = now
                 say(stage)
+            elif now - said >= SAY_EVERY_S:
+                said = now
+                say(f"{stage or 'starting the compiler'}, {now - began:.0f} s so far")
     finally:
         child.kill()
         code = child.wait()

@@ -25,6 +25,7 @@ from jaxdist.telemetry import clock
 from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.run_metadata import Progress
+from jaxdist.trainer.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from jaxdist.checkpoint.manager import CheckpointManager
@@ -58,6 +59,7 @@ class Run:
     writer: MetricsWriter = field(init=False, repr=False)
     store: CheckpointManager = field(init=False, repr=False)
     built: TrainStep = field(init=False, repr=False)
+    limit: TimeLimit = field(init=False, repr=False)  # train.max_minutes
     # data without the batches that the run skips; None until the first state exists
     dataset: SkippingDataset | None = None
     # why the run ends before its first step; "" = it does not
@@ -66,6 +68,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.writer = MetricsWriter(self.folder, enabled=False)
+        self.limit = TimeLimit(self.config.train.max_minutes)
 
     @property
     def config(self) -> RunConfig:

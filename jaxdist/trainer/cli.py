@@ -39,6 +39,7 @@ from jaxdist.trainer.default_workdir import default_workdir
 from jaxdist.trainer.exit_code import print_error
 from jaxdist.trainer.run_config import (
     RunConfig,
+    TrainConfig,
     default_config,
     from_config,
     full_schema,
@@ -59,7 +60,10 @@ class ConfigParser(Parser):
             "-h", "--help", nargs="?", const="", metavar="TEXT", help=help_of_help
         )
         self.add_argument(
-            "--config", help="packaged name or path, with optional :argument"
+            "--config",
+            help="packaged name or path, with optional :argument; --config.KEY=VALUE "
+            "sets a key. Tuples: 1,2 or a,b; in Python's form if a value has commas "
+            "outside of brackets or begins with one: \"('(a|b)/c', 'd,e')\"",
         )
         add_trust(self)
 
@@ -106,6 +110,7 @@ def parse(
         raise SystemExit(0)
     try:
         files.apply_overrides(config, overrides, fields)
+        faults += _choose_length(config, overrides)
     except ConfigError as error:
         faults += error.faults
     if faults:
@@ -122,6 +127,25 @@ def parse(
         fine_tuning.check(run, set_keys, trained_with)
     _check_loggers(flags, run, chosen=loggers.KEY in overrides)
     return flags, run
+
+
+def _choose_length(config: ConfigDict, overrides: Mapping[str, str]) -> list[str]:
+    """Lets train.epochs of the command line replace a config's train.steps, or reverse.
+
+    Returns:
+      The fault of a command line that has both; [] for others.
+    """
+    lengths = ("train.steps", "train.epochs")
+    named = [key for key in lengths if key in overrides]
+    if len(named) == 2:
+        return [
+            "train.steps and train.epochs both say how long the run is; leave out one"
+        ]
+    if named == ["train.steps"]:
+        config.update_from_flattened_dict({"train.epochs": 0.0})
+    elif named:
+        config.update_from_flattened_dict({"train.steps": TrainConfig.steps})
+    return []
 
 
 def _load_for_model(

@@ -7,7 +7,7 @@ from jaxdist.config import is_text, schema
 from jaxdist.models import registry
 from jaxdist.optim.config import warmup_faults
 from jaxdist.step.update import offload_obstacle
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_config import AUTO, RunConfig
 
 # largest number of elements: more than any machine holds, and its bytes fit 64 bits
 LARGEST = 2**48
@@ -26,14 +26,15 @@ def component_faults(config: RunConfig) -> Iterator[str]:
         obstacle = offload_obstacle(config.optimizer)
         if obstacle:
             yield obstacle
-    if train.sample_tokens and not train.sample_prompt:
+    sample_tokens = 0 if train.sample_tokens == AUTO else train.sample_tokens
+    if sample_tokens and not train.sample_prompt:
         yield "train.sample_prompt is empty; give the sample something to go on from"
     if not is_text(train.sample_prompt):
         yield f"train.sample_prompt={train.sample_prompt!r} is not UTF-8 text; give another"
     prompt = len(train.sample_prompt.encode(errors="replace"))
-    if train.sample_tokens and longest and longest < prompt + train.sample_tokens:
+    if sample_tokens and longest and longest < prompt + sample_tokens:
         yield (
-            f"train.sample_tokens={train.sample_tokens} and its prompt are longer than the model's longest "
+            f"train.sample_tokens={sample_tokens} and its prompt are longer than the model's longest "
             f"sequence, {longest}{learned}; lower it"
         )
     if longest and longest < length:
@@ -52,7 +53,8 @@ def component_faults(config: RunConfig) -> Iterator[str]:
                 f"{', '.join(keys)}: evaluations decide, and train.eval_every=0 makes "
                 f"none; set it"
             )
-    yield from warmup_faults(config.optimizer, train.steps)
+    if not train.epochs:  # else the steps are known once the data is open
+        yield from warmup_faults(config.optimizer, train.steps)
     if config.lora.from_peft and not config.init.from_huggingface:
         yield "lora.from_peft needs the model that it adapts; set init.from_huggingface"
 

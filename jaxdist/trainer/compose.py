@@ -217,9 +217,13 @@ class Composition:
             default: no limit.
         """
         config = self.config
+        train_steps = config.train.steps
+        if config.train.epochs:
+            # A plan knows no number of steps, so it must not be too small for a warm-up.
+            train_steps = max(train_steps, config.optimizer.warmup_steps or 0)
         schedule = schedules.build_schedule(
             config.optimizer,
-            config.train.steps,
+            train_steps,
             config.batch.global_size,
             schedule_steps,
         )

@@ -34,6 +34,7 @@ def sized(config: ConfigDict, size: str | None) -> ConfigDict:
 _TINY: dict[str, Any] = {
     "train.steps": 200,
     "train.eval_every": 0,
+    "train.sample_tokens": 0,
     "batch.global_size": 16,
     "batch.sequence_length": 128,
     "precision.compute": "float32",

@@ -5,13 +5,18 @@ from typing import NamedTuple
 
 from jax.sharding import Sharding
 
+from jaxdist.config import ConfigError
 from jaxdist.data import Dataset
+from jaxdist.data.config import parts_of
 from jaxdist.protocols.model import Batch
 from jaxdist.step.evaluation import Evaluation, evaluate
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import batching
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer import batching, compose
+from jaxdist.trainer.run_config import AUTO, RunConfig
+
+_AUTO_EVALUATIONS = 10  # evaluations of a run with train.eval_every=auto
+_AUTO_STEPS_PER_BATCH = 200  # steps of the run for each held-out batch of an evaluation
 
 
 class HeldOut(NamedTuple):
@@ -30,6 +35,61 @@ class HeldOut(NamedTuple):
     # number of sliding windows; None = the data is not cut into sliding windows
     windows: int | None = None
     documents: int | None = None  # number of documents in these windows
+
+
+def evaluation_interval(config: RunConfig, dataset: Dataset) -> int:
+    """Computes the steps between the evaluations of a run; 0 = it makes none.
+
+    Raises:
+      ConfigError: the config requires evaluations, and no data is held out.
+    """
+    train = config.train
+    if train.eval_every == 0:
+        return 0
+    is_auto = train.eval_every == AUTO
+    required = not is_auto or config.checkpoint.keep_best or train.patience
+    try:
+        dataset.num_validation_batches(config.batch.global_size)
+    except ConfigError:
+        if required:
+            raise
+        return 0
+    if train.eval_every == AUTO:
+        return -(-train.steps // _AUTO_EVALUATIONS)
+    return train.eval_every
+
+
+def lines(config: RunConfig, dataset: Dataset) -> list[str]:
+    """Describes the evaluations of train.eval_every=auto; [] for another value."""
+    if config.train.eval_every != AUTO:
+        return []
+    every = evaluation_interval(config, dataset)
+    if every:
+        targets = dataset.num_validation_tokens
+        return [
+            f"evaluation: every {every} steps, on {targets:,} held-out targets "
+            f"(train.eval_every=auto)"
+        ]
+    try:
+        dataset.num_validation_batches(config.batch.global_size)
+    except ConfigError as error:
+        return [f"no evaluation: {error}"]
+    return []
+
+
+def with_auto_limit(config: RunConfig) -> RunConfig:
+    """Limits the held-out targets of a run with train.eval_every=auto.
+
+    Ten evaluations of so many targets take about 2 % of the time of all steps, because a
+    forward pass is a third of a step. A data.validation_tokens that is set stays.
+    """
+    if config.train.eval_every != AUTO or config.data.validation_tokens:
+        return config
+    batches = max(1, config.train.steps // _AUTO_STEPS_PER_BATCH)
+    targets = compose.targets_per_sample(config) * config.batch.global_size
+    _, sources = parts_of(config.data)
+    limit = batches * -(-targets // len(sources))
+    return compose.with_overrides(config, {"data.validation_tokens": limit})
 
 
 def score_held_out(

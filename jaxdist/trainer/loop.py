@@ -11,6 +11,8 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 
+import jax
+
 from jaxdist.config import trees
 from jaxdist.distributed import coordination
 from jaxdist.step.state import Metrics, State
@@ -19,7 +21,7 @@ from jaxdist.telemetry.display import Display
 from jaxdist.trainer import batching, opening, restore, run_metadata
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd, StepView
 from jaxdist.trainer.health import Diverged, SkippingDataset
-from jaxdist.trainer.held_out import score_held_out
+from jaxdist.trainer.held_out import evaluation_interval, score_held_out
 from jaxdist.trainer.preemption import StopSignals
 from jaxdist.trainer.saver import Saver
 from jaxdist.trainer.step_log import StepLog
@@ -67,7 +69,12 @@ class Trainer:
         self.saver = saver
         # This may read files of the data, which may be gone later. So it runs once.
         self.shardings = batching.batch_shardings(self.config, self.built)
+        self._eval_every = evaluation_interval(self.config, self.dataset)
         self._evaluated_at = -1  # step of the last evaluation
+        # the step after which all processes vote on train.max_minutes; and on the first
+        # process, until the vote, the step of the next such vote
+        self._next_look = 0
+        self._chosen_look = 0
         # requests of this process's callbacks since the last vote
         self._wants_save = False
         self._wants_stop = ""
@@ -109,7 +116,7 @@ class Trainer:
         step = self.progress.step
         if step >= train.steps:
             limit = f"train.steps, as in --config.train.steps={2 * step}"
-        elif 0 < 60 * train.max_minutes <= self.progress.elapsed_s:
+        elif self.run.limit.was_reached_before:
             limit = f"train.max_minutes (now {train.max_minutes:g})"
         else:
             return False
@@ -197,6 +204,7 @@ class Trainer:
           Diverged: a step has a numerical fault.
         """
         done = self.progress.step
+        self._next_look = done + 1
         last = self.config.train.steps
         reason = ""
         with batching.train_loader(
@@ -251,18 +259,18 @@ class Trainer:
         train = self.config.train
         number = view.step
         due = self.callbacks.due(number)
-        evaluates = train.eval_every > 0 and number % train.eval_every == 0
+        evaluates = self._eval_every > 0 and number % self._eval_every == 0
         for callback in due:
             with self._paused(view, callback.bucket):
                 self.callbacks.paused_step(callback, view)
         if evaluates:
             with self._paused(view, bucket=""):
                 self._evaluate(view)
-        has_row = number % train.log_every == 0
-        if has_row and not view.stop_reason:
-            view.stop(self._time_is_up())
-        may_stop = self.callbacks.may_request or train.max_minutes > 0
-        if due or evaluates or (has_row and may_stop):
+        looks_at_clock = train.max_minutes > 0 and number >= self._next_look
+        if looks_at_clock and opening.is_lead():
+            self._look_at_clock(view)
+        votes_at_row = self.callbacks.may_request and number % train.log_every == 0
+        if due or evaluates or looks_at_clock or votes_at_row:
             self._vote(view)
         else:
             self._keep_for_the_vote(view)
@@ -275,7 +283,7 @@ class Trainer:
         for callback in self.callbacks.due(0):
             with self._paused(view, callback.bucket):
                 self.callbacks.paused_step(callback, view)
-        if self.config.train.eval_every and not view.interrupted:
+        if self._eval_every and not view.interrupted:
             with self._paused(view, bucket=""):
                 self._evaluate(view)
         self._vote(view)
@@ -313,28 +321,29 @@ class Trainer:
         # the step. So the vote is a phase.
         self.callbacks.phase("vote", view.step)
         vote = None
-        if self._wants_save or self._wants_stop:
-            vote = [self._wants_save, self._wants_stop]
+        if self._wants_save or self._wants_stop or self._chosen_look:
+            vote = [self._wants_save, self._wants_stop, self._chosen_look]
         began = time.monotonic()
         votes = coordination.votes(vote)
         self.log.add_wait(time.monotonic() - began)
-        for wants_save, wants_stop in votes:
+        for wants_save, wants_stop, look in votes:
             view.save_requested = view.save_requested or wants_save
             view.stop_reason = view.stop_reason or wants_stop
+            self._next_look = max(self._next_look, look)
         self._wants_save = False
         self._wants_stop = ""
+        self._chosen_look = 0
 
-    def _time_is_up(self) -> str:
-        """Returns the reason to stop if train.max_minutes are over, else "".
+    def _look_at_clock(self, view: StepView) -> None:
+        """Ends the run if train.max_minutes are over, or chooses the next look.
 
-        The clock of the first process decides: the others always return "".
+        The clock of the first process decides, and its vote tells the others. Steps are
+        started ahead of the devices, so it waits for this one.
         """
-        minutes = self.config.train.max_minutes
-        if not minutes or not opening.is_lead():
-            return ""
-        if self.log.elapsed_s() < 60 * minutes:
-            return ""
-        return f"train.max_minutes={minutes:g} are over"
+        jax.block_until_ready(view.metrics)
+        limit = self.run.limit
+        view.stop_reason = view.stop_reason or limit.reason()
+        self._chosen_look = view.step + limit.steps_to_next_look(view.step)
 
     def _evaluate(self, view: StepView) -> None:
         """Evaluates the held-out data, at most once for a step."""

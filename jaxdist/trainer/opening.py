@@ -1,18 +1,27 @@
 """The opening of a run's workdir and data, before its first step."""
 
 import contextlib
+import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
-from jaxdist.config import schema
+from jaxdist.config import ConfigError, schema
 from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination
 from jaxdist.storage import run_format
 from jaxdist.telemetry.display import print_safe
 from jaxdist.telemetry.metrics import MetricsWriter
-from jaxdist.trainer import batching, provenance, source_run, workdir
+from jaxdist.trainer import (
+    batching,
+    compose,
+    held_out,
+    provenance,
+    source_run,
+    workdir,
+)
 from jaxdist.trainer.callbacks import CallbackList, Run
 from jaxdist.trainer.run_config import RunConfig
 
@@ -64,12 +73,49 @@ def open_run_data(
       PeerFailed: another process cannot read the data.
     """
     with coordination.raise_on_all():
-        dataset = user_dataset or batching.open_data(config, folder, say)
+        limited = held_out.with_auto_limit(config)
+        dataset = user_dataset or batching.open_data(limited, folder, say)
     consistency.agree(lambda: {"data": dataset.fingerprint})
-    if config.train.eval_every:
-        # It raises a ConfigError if nothing is held out.
-        dataset.num_validation_batches(config.batch.global_size)
+    # It raises a ConfigError if an evaluation is required and nothing is held out.
+    held_out.evaluation_interval(config, dataset)
     return dataset
+
+
+def settle_epochs(run: Run, requested: RunConfig) -> None:
+    """Replaces train.epochs by the number of steps, for the run and in config.json.
+
+    It opens the data to count it. The run opens them again: callbacks, the schedule and
+    the held-out data depend on the number of steps.
+
+    Args:
+      run: the run, whose config has train.epochs.
+      requested: the config before it was refitted to the devices.
+
+    Raises:
+      ConfigError: the data cannot be counted, or the steps are too many.
+    """
+    epochs = run.config.train.epochs
+    size = run.config.batch.global_size
+    with coordination.raise_on_all():
+        dataset = batching.open_data(run.config, run.folder, run.say)
+    samples = dataset.epoch_samples
+    if samples is None:
+        raise ConfigError(
+            f"train.epochs={epochs:g}: {dataset.name} has no epoch, because its sources "
+            f"are mixed by weight; set train.steps"
+        )
+    steps = math.ceil(epochs * samples / size)
+    if steps >= 2**31:
+        raise ConfigError(
+            f"train.epochs={epochs:g}: these are {steps} steps, required less than 2**31 "
+            f"= {2**31}; lower it"
+        )
+    length = {"train.steps": steps, "train.epochs": 0.0}
+    config = compose.with_overrides(run.config, length)
+    run.composition = dataclasses.replace(run.composition, config=config)
+    with coordination.raise_on_all():
+        if is_lead():
+            workdir.write_config(run.folder, compose.with_overrides(requested, length))
 
 
 def open_workdir(

@@ -10,6 +10,7 @@ from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import (
     batching,
     compose,
+    held_out,
     model_flops,
     opening,
     pipeline_report,
@@ -47,10 +48,25 @@ def describe(
         *step_lines.step_lines(composition, built),
         *batching.balancer(composition, dataset).lines(),
         *pipeline_report.lines(composition),
+        *_epoch_lines(composition, dataset),
+        *held_out.lines(composition.config, dataset),
         *schedule.lines(run),
     ]
     for line in lines:
         opening.log(line)
+
+
+def _epoch_lines(composition: Composition, dataset: Dataset) -> list[str]:
+    """Describes the steps of an epoch, and the epochs of the run; [] if unknown."""
+    samples = dataset.epoch_samples
+    if samples is None:
+        return []
+    size = composition.config.batch.global_size
+    steps = composition.config.train.steps
+    return [
+        f"epochs: {samples / size:,.1f} steps an epoch, {steps * size / samples:,.3g} "
+        f"epochs planned"
+    ]
 
 
 def _description(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxdist.config import annotations
 from jaxdist.storage import untrusted
 
 # keys of run.json
@@ -164,7 +165,8 @@ def _trust(config: Mapping[str, Any]) -> str:
         flags.append(f"--config.model.target={target}")
     loggers = _texts(config.get("train.loggers"))
     if any(":" in name for name in loggers):
-        flags.append(f"--config.train.loggers={','.join(loggers)}")
+        text = annotations.flag_text(tuple(loggers))
+        flags.append(f"--config.train.loggers={text}")
     return f"if you trust this code, add {shlex.join(flags)}" if flags else ""
 
 

@@ -200,7 +200,7 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
         for step, reason in error.steps.items():
             run.event("bad_checkpoint", step, reason=reason)
         raise
-    workdir.check_stored_config(restored.metadata, run.config, store.folder)
+    workdir.check_stored_config(restored.metadata, run.config, store.folder, run.folder)
     workdir.check_data(restored.metadata, dataset)
     if back_to is not None:
         _quarantine_undone(

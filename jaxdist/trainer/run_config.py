@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal
 
 from flax import nnx
 from ml_collections import ConfigDict
@@ -43,6 +43,8 @@ from jaxdist.parallel.remat import RematConfig
 from jaxdist.protocols.param_names import ShardingConfig
 
 Build = Callable[[nnx.Rngs], nnx.Module]
+Auto = Literal["auto"]
+AUTO: Final = "auto"  # value of keys that a run may choose by its data
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,19 @@ class TrainConfig:
 
     # optimizer updates
     steps: Annotated[PositiveInt, Resume("harmless"), OutsideStep()] = 1000
-    # minutes of training after which the run stops; 0 = no limit
+    # passes over the training data, in place of train.steps; 0 = as train.steps says
+    epochs: Annotated[NonNegativeFloat, Resume("harmless"), OutsideStep()] = 0.0
+    # minutes after which the run stops, counted from the opened data, with compilation,
+    # evaluations, saves, and the time of earlier starts; 0 = no limit
     max_minutes: Annotated[NonNegativeFloat, Resume("harmless"), OutsideStep()] = 0.0
     # steps between rows of metrics.jsonl
     log_every: Annotated[PositiveInt, Resume("harmless"), OutsideStep()] = 10
-    # steps between evaluations, with one more at the end; 0 = no evaluation
-    eval_every: Annotated[NonNegativeInt, Resume("harmless"), OutsideStep()] = 0
+    # steps between evaluations, with one more at the end; 0 = no evaluation; auto = ten
+    # a run, if data is held out, each on at most as many targets as steps / 200 train on
+    # (data.validation_tokens sets another number)
+    eval_every: Annotated[NonNegativeInt | Auto, Resume("harmless"), OutsideStep()] = (
+        AUTO
+    )
     # evaluations without a better checkpoint.keep_best (default eval_loss) after which
     # the run stops; 0 = no limit
     patience: Annotated[
@@ -77,15 +86,24 @@ class TrainConfig:
         Needs("jaxdist.trainer.loggers.Loggers"),
         OutsideStep(),
     ] = ()
-    # tokens of sample text written at the end; 0 = no sample
+    # tokens of sample text written at the end; 0 = no sample; auto = 200 if the model
+    # writes text and one process trains it
     sample_tokens: Annotated[
-        NonNegativeInt,
+        NonNegativeInt | Auto,
         Resume("harmless"),
         Needs("jaxdist.inference.sample.Sample"),
         OutsideStep(),
-    ] = 0
+    ] = AUTO
     # text that the sample continues
     sample_prompt: Annotated[str, Resume("harmless"), OutsideStep()] = "\n"
+
+    def faults(self) -> Iterator[str]:
+        """Yields combinations of values that are invalid."""
+        if self.epochs and self.steps != TrainConfig.steps:
+            yield (
+                f"train.steps={self.steps} and train.epochs={self.epochs:g}: both say how "
+                f"long the run is; leave one of them out"
+            )
 
 
 @dataclass(frozen=True)

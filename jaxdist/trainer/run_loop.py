@@ -19,13 +19,10 @@ from jaxdist.trainer.step_log import StepLog
 def build_display(run: Run) -> Display:
     """Makes the display of a run on the first process, which then shows its notes."""
     train = run.config.train
-    left_s = None
-    if train.max_minutes:
-        left_s = 60 * train.max_minutes - run.progress.elapsed_s
     display = Display(
         total_steps=train.steps,
         first_step=run.progress.step,
-        max_seconds=left_s,
+        max_seconds=run.limit.left_s(),
         unit=compose.unit(run.config),
         enabled=opening.is_lead(),
     )

@@ -34,6 +34,8 @@ class Progress:
     step: int = 0  # number of updates
     tokens_seen: int = 0  # targets with weight > 0
     elapsed_s: float = 0.0  # training time in seconds, over all restarts
+    # seconds that count for train.max_minutes, over all restarts (`time_limit`)
+    wall_s: float = 0.0
 
     def go_to(self, other: "Progress") -> None:
         """Goes back to the step and tokens of a checkpoint. The time stays."""

@@ -1,5 +1,6 @@
 """The first state of a run, made or restored while the step compiles."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination, initialize
 from jaxdist.step.state import State
 from jaxdist.telemetry.flops import is_uncounted, jaxpr_flops
+from jaxdist.telemetry.units import time_text
 from jaxdist.trainer import initial_weights, restore, run_metadata
 from jaxdist.trainer.callbacks import Run
 from jaxdist.trainer.compose import batch_shapes
@@ -69,7 +71,8 @@ def init_or_restore(
     """
     pool = ThreadPoolExecutor(3)
     try:
-        compiled = pool.submit(compile_step, run)
+        run.say("compiling the step")
+        compiled = pool.submit(_compile_in_time, run)
         if restore.has_saved(run):
             phase("restore", 0)
             first = _restore(run, dataset, back_to, pool)
@@ -84,7 +87,8 @@ def init_or_restore(
             )
         step = first.progress.step
         phase("compile", step)
-        flops = compiled.result()
+        flops, seconds = compiled.result()
+        run.say(f"compiled the step in {time_text(seconds)}")
         consistency.agree(lambda: {"data left out": first.windows})
         skipping = SkippingDataset(dataset, first.windows)
         if 0 < step < run.config.train.steps:
@@ -92,6 +96,7 @@ def init_or_restore(
             if line and jax.process_index() == 0:
                 print(line)
         run.progress = first.progress
+        run.limit.resume(first.progress.wall_s)
         run.dataset = skipping
         return Start(first.state, step_flops=flops, callbacks=first.callbacks)
     finally:
@@ -124,6 +129,13 @@ def _restore(
         reader=restored.metadata.get(run_metadata.READER),
         callbacks=restored.metadata.get(run_metadata.CALLBACKS, {}),
     )
+
+
+def _compile_in_time(run: Run) -> tuple[float | None, float]:
+    """Compiles the step; returns its FLOPs and the seconds that this took."""
+    began = time.monotonic()
+    flops = compile_step(run)
+    return flops, time.monotonic() - began
 
 
 def compile_step(run: Run) -> float | None:

@@ -202,7 +202,9 @@ class StepLog:
         self.drain_metrics()
         began = time.monotonic()
         self._count_tokens()
-        yield replace(self.progress, elapsed_s=self.elapsed_s())
+        yield replace(
+            self.progress, elapsed_s=self.elapsed_s(), wall_s=self.run.limit.used_s()
+        )
         seconds = time.monotonic() - began
         self._window.paused_s += seconds
         self.paused_s += seconds

@@ -127,11 +127,16 @@ def train(
         try:
             all_callbacks.phase("start")
             opening.open_workdir(this_run, requested, all_callbacks, stack)
+            if config.train.epochs:
+                opening.settle_epochs(this_run, requested)
+                composition = this_run.composition
+                config = this_run.config
             all_callbacks.start(this_run)
             schedule = restore.settle_schedule_and_checkpoint(this_run)
             dataset = opening.open_run_data(
                 config, folder, inputs.dataset, this_run.say
             )
+            this_run.limit.start()
             built = composition.build_step(
                 devices,
                 max_traces=MAX_TRACES,

@@ -160,6 +160,7 @@ def config_of_fit(
     arguments = {
         "data.source": "given",
         "model.target": registry.USER_TARGET,
+        "train.epochs": 0.0,
         **arguments,
     }
     _refuse_settings(settings, arguments)

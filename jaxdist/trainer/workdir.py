@@ -6,6 +6,7 @@ A config.json, or its copy in a checkpoint, is untrusted: anybody may have writt
 import contextlib
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from jaxdist.checkpoint import integrity
 from jaxdist.checkpoint.folders import CheckpointError, as_path, has_steps
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import ConfigError, is_text, schema
+from jaxdist.config import ConfigError, annotations, is_text, schema
 from jaxdist.data import Dataset
 from jaxdist.models import registry
 from jaxdist.storage import atomic, lock, run_format, untrusted
@@ -277,7 +278,7 @@ def check_and_write_config(folder: Path, config: RunConfig) -> None:
             # No checkpoint here is intact. The restore reports that, or downloads one.
             metadata |= stored_config(old)
         place = folder if checkpoints == folder / CHECKPOINTS else checkpoints
-        check_stored_config(metadata, config, place)
+        check_stored_config(metadata, config, place, folder)
     elif old is not None:
         before = checkpoints_folder(folder, old)
         if has_steps(before):
@@ -285,6 +286,11 @@ def check_and_write_config(folder: Path, config: RunConfig) -> None:
                 f"checkpoint.folder: the run in {folder} has its checkpoints in {before}, and {checkpoints} "
                 f"has none; put it back, copy them, or start a new run with another --workdir"
             )
+    write_config(folder, config)
+
+
+def write_config(folder: Path, config: RunConfig) -> None:
+    """Writes the config.json of a workdir."""
     write_json(folder / CONFIG, schema.to_config_dict(config).to_dict())
 
 
@@ -294,7 +300,10 @@ def stored_config(config: RunConfig) -> dict[str, Any]:
 
 
 def check_stored_config(
-    metadata: Mapping[str, Any], config: RunConfig, place: Path
+    metadata: Mapping[str, Any],
+    config: RunConfig,
+    place: Path,
+    folder: Path | None = None,
 ) -> None:
     """Checks that a config does not alter the losses of a checkpoint's run.
 
@@ -305,6 +314,7 @@ def check_stored_config(
       metadata: metadata of the checkpoint; {} if no checkpoint is intact.
       config: the config to resume with.
       place: the folder that errors name.
+      folder: the workdir; default: `place`.
 
     Raises:
       ConfigError: keys have changed that may not change on resume. It has a line for
@@ -316,27 +326,33 @@ def check_stored_config(
     at = ""
     if run_metadata.PROGRESS in metadata:
         at = f"@{metadata[run_metadata.PROGRESS]['step']}"
-    fix = f"put it back, or branch with init.from_run={place}{at} in another --workdir"
+    source = f"{place}{at}"
+    fix = f"put it back, or branch with init.from_run={source} in another --workdir"
     # A config without warm-up steps uses those that the run began with.
     same_warmup: set[int | None] = {None}
     if run_metadata.SCHEDULE in metadata:
         same_warmup.add(run_metadata.schedule_of(metadata).warmup_steps)
     free_keys = keys_that_may_change(config)
     faults = []
-    changed = []
+    changed = {}
+    free = {}
     before = _with_new_options(tupled(stored), config)
     for change in schema.diff(before, schema.to_config_dict(config)):
         if change.path in free_keys:
+            free[change.path] = change.new
             continue
         if change.path == "optimizer.warmup_steps" and change.new in same_warmup:
             continue
-        changed.append(change.path)
+        changed[change.path] = change.new
         faults.append(
             f"{change.path}: the run in {place} has {_shown(change.old)}, "
             f"now {_shown(change.new)}; {fix}"
         )
     if len(faults) > _MOST_CHANGES:
-        raise ConfigError(_another_run(changed, config, place, at))
+        raise ConfigError(_another_run(list(changed), config, place, at))
+    if changed and all(path.startswith("optimizer.") for path in changed):
+        command = _branch_command(folder or place, source, changed | free, config)
+        faults.append(f"the command that branches, with its data from 0: {command}")
     if faults:
         raise ConfigError(faults)
 
@@ -361,6 +377,37 @@ def _another_run(keys: Sequence[str], config: RunConfig, place: Path, at: str) -
         f"Give this run another folder; or {resume}; or branch with "
         f"init.from_run={place}{at} in another folder"
     )
+
+
+# keys by which the arrays of the optimizer's state differ
+_OF_OPTIMIZER_STATE = {"optimizer.name", "optimizer.frozen"}
+
+
+def _branch_command(
+    folder: Path, source: str, changed: Mapping[str, Any], config: RunConfig
+) -> str:
+    """Writes the command that branches a run with another optimizer.
+
+    Args:
+      folder: the run's workdir.
+      source: the value of init.from_run.
+      changed: the new values by key.
+      config: the config with these values.
+    """
+    values = {**changed, "init.from_run": source}
+    if not _OF_OPTIMIZER_STATE & changed.keys():
+        values["init.optimizer"] = True
+    if config.init.from_huggingface:
+        values |= {"init.from_huggingface": "", "lora.from_peft": ""}
+    if config.checkpoint.folder:
+        values["checkpoint.folder"] = f"{config.checkpoint.folder.rstrip('/')}-branch"
+    words = ["jaxdist", "train", "--config", str(folder / CONFIG)]
+    words += ["--workdir", f"{folder}-branch"]
+    words += [
+        f"--config.{path}={annotations.flag_text(value)}"
+        for path, value in values.items()
+    ]
+    return shlex.join(words)
 
 
 def _with_new_options(stored: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:

@@ -22,7 +22,7 @@ folder, seed, killed_at = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 sizes = {"num_layers": 1, "d_model": 16, "d_ff": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
 small = {f"model.{name}": size for name, size in sizes.items()} | {
     "seed": seed, "data.validation_tokens": 1024, "train.steps": 30, "train.log_every": 1,
-    "train.eval_every": 10, "batch.global_size": 4, "batch.sequence_length": 16,
+    "train.eval_every": 10, "train.sample_tokens": 0, "batch.global_size": 4, "batch.sequence_length": 16,
     "checkpoint.every_steps": 8, "optimizer.warmup_steps": 1,
 }
 config = run_config.default_config()

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -430,6 +432,25 @@ def test_the_workdir_of_another_config_is_one_line_with_the_command_that_resumes
     assert f"resume its run: python -m jaxdist.train --workdir {folder};" in fault
     assert f"branch with init.from_run={folder}@2 in another folder" in fault
     assert (folder / "config.json").read_text() == before
+
+
+def test_a_changed_learning_rate_is_refused_with_the_command_that_branches(
+    capsys, finished
+):
+    folder, arguments = finished
+    changed = overrides("optimizer.learning_rate=0.5", "train.steps=3")
+    fault, command = refused(capsys, *arguments, *changed)
+    assert fault.startswith("optimizer.learning_rate: the run in")
+    says, _, text = command.partition(": ")
+    assert says == "the command that branches, with its data from 0"
+    words = shlex.split(text)
+    assert words[:2] == ["jaxdist", "train"]
+    assert train.main(words[2:]) == 0
+    branch = json.loads((Path(f"{folder}-branch") / "config.json").read_text())
+    assert branch["optimizer"]["learning_rate"] == 0.5
+    assert branch["train"]["steps"] == 3
+    assert branch["init"]["optimizer"] is True
+    assert branch["init"]["from_run"] == f"{folder}@2"
 
 
 def test_a_checkpoint_knows_its_runs_config(finished):

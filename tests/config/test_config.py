@@ -20,6 +20,8 @@ from ml_collections import ConfigDict
 from jaxdist import config
 from jaxdist.config import annotations, files, schema
 from jaxdist.config.annotations import NamesWeights, Needs, Resume, Searched
+from jaxdist.models import registry
+from jaxdist.trainer import run_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Run(Base):
     rate: float = 1e-3
     dims: tuple[int, ...] = (1, 2)
     pair: tuple[str, float] = ("a", 1.0)
+    names: tuple[str, ...] = ()
+    rules: tuple[tuple[str, str], ...] = ()
     policy: Literal["dots", "none", "full"] = "dots"  # what is kept
     limit: float | None = None  # minutes
     resume: bool = True
@@ -306,7 +310,18 @@ def test_a_components_own_refusal_is_a_fault_of_its_group():
         ("dims", "4,5", (4, 5)),
         ("dims", "(4, 5)", (4, 5)),
         ("dims", "()", ()),
+        ("dims", "", ()),
+        ("dims", "1e3, 2", (1000, 2)),
         ("pair", "b,2", ("b", 2.0)),
+        ("names", "query,value", ("query", "value")),
+        ("names", "1,none", ("1", "none")),
+        ("names", "mlp/.*", ("mlp/.*",)),
+        ("names", r"x{1,2}/(a|b,c)[,(]\,,y", (r"x{1,2}/(a|b,c)[,(]\,", "y")),
+        ("names", '"(a|b){1,2}"', ("(a|b){1,2}",)),
+        ("names", "('a,b', 'c')", ("a,b", "c")),
+        ("names", '["a"]', ("a",)),
+        ("rules", "(('a', 'b'),)", (("a", "b"),)),
+        ("rules", "('a', 'b')", (("a", "b"),)),
         ("policy", "none", "none"),
         ("limit", "none", None),
         ("limit", "5", 5.0),
@@ -330,8 +345,23 @@ def test_parse_value(path, text, value):
         ("seed", "1.5", "seed: got '1.5', required int."),
         ("seed", "true", "seed: got 'true', required int."),
         ("rate", "abc", "rate: got 'abc', required float."),
-        ("dims", '(4,"a")', "dims: got '(4,\"a\")', required tuple of int."),
-        ("pair", "b", "pair: got 'b', required tuple (str, float)."),
+        (
+            "dims",
+            '(4,"a")',
+            'dims: got \'(4,"a")\', required tuple of int, such as 1,2 or "(1, 2)".',
+        ),
+        (
+            "pair",
+            "b",
+            "pair: got 'b', required tuple (str, float), such as a,1.5 or "
+            "\"('a', 1.5)\".",
+        ),
+        (
+            "rules",
+            "((",
+            "rules: got '((', required tuple of tuple (str, str), such as "
+            "\"(('a', 'b'),)\".",
+        ),
         ("resume", "2", "resume: got '2', required true or false."),
         ("limit", "x", "limit: got 'x', required float or none. Meaning: minutes."),
         (
@@ -343,6 +373,45 @@ def test_parse_value(path, text, value):
 )
 def test_parse_value_says_what_is_required(path, text, fault):
     assert faults_of(schema.parse_value, text, SCHEMA[path]) == (fault,)
+
+
+TUPLES = {
+    path: field
+    for path, field in run_config.full_schema(registry.DEFAULT_TARGET).items()
+    if "tuple" in annotations.describe(field.type)
+}
+
+
+@pytest.mark.parametrize(
+    "text", ["((", "(", "(1", "[1", ",", "a,,b", ",a", '"a', "a,'b", "a(,b", "a),b"]
+)
+@pytest.mark.parametrize("path", TUPLES)
+def test_a_text_that_is_no_tuple_is_refused_for_every_key_with_tuples(path, text):
+    (fault,) = faults_of(schema.parse_value, text, TUPLES[path])
+    assert fault.startswith(f"{path}: got {text!r}, required tuple ")
+    form = fault.partition(", such as ")[2]
+    assert form
+    # the form that the error shows is one that parses
+    shown = form[form.index('"') + 1 :].partition('"')[0]
+    assert schema.parse_value(shown, TUPLES[path])
+
+
+def test_there_are_keys_with_tuples():
+    assert {"sharding.rules", "lora.targets", "train.loggers"} <= TUPLES.keys()
+
+
+@given(
+    st.lists(st.text())
+    | st.text()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.booleans()
+    | st.none()
+)
+def test_what_a_flag_is_written_as_is_read_back(value):
+    kinds = {list: tuple[str, ...], type(None): float | None}
+    kind = kinds.get(type(value), type(value))
+    expected = tuple(value) if isinstance(value, list) else value
+    assert annotations.parse(annotations.flag_text(expected), kind) == expected
 
 
 @given(

@@ -215,6 +215,8 @@ def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
             "optimizer.clip_norm": 0.0,
             "optimizer.b2": 0.95,
             "checkpoint.save_at_end": False,
+            "train.eval_every": 0,
+            "train.sample_tokens": 0,
         }
     )
     if name in EXPERTS:

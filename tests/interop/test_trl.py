@@ -192,6 +192,8 @@ def test_losses_are_those_of_transformers_and_peft(tmp_path):
             "optimizer.clip_norm": 0.0,
             "optimizer.b2": 0.95,
             "checkpoint.save_at_end": False,
+            "train.eval_every": 0,
+            "train.sample_tokens": 0,
         }
     )
     apply_weight_source(config)

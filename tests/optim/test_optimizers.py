@@ -888,3 +888,34 @@ def test_paths_that_end_alike():
     result = state_specs(state, params, specs)
     assert result.mu == result.nu == specs
     assert result.count == P()
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({}, "the rate rises again in at most 100 steps, then decays to the new end"),
+        (
+            {"final_learning_rate": 0.1},
+            "the rate goes from where it is then to 0.1 at the new end",
+        ),
+        ({"schedule": "wsd"}, "the run goes back to the step where the decay began"),
+        ({"decay_steps": 50}, None),
+        ({"schedule": "constant"}, None),
+    ],
+)
+def test_a_schedule_says_what_a_later_rise_of_the_steps_does(changes, rule):
+    config = OptimizerConfig(learning_rate=1.0, **changes)
+    steps = schedules.settle(config, 100)
+    lines = schedules.describe(config, steps, train_steps=100, global_size=8)
+    if rule is None:
+        assert len(lines) == 1
+        return
+    _, said = lines
+    assert said.startswith("learning rate: if train.steps is raised later, ")
+    assert rule in said
+    # It is said at a start. An extended run says what happened.
+    longer = schedules.extend(
+        config, steps, done=90, train_steps=200, saved=lambda step: True
+    )
+    lines = schedules.describe(config, longer, train_steps=200, global_size=8)
+    assert not any("raised later" in line for line in lines)

@@ -23,6 +23,7 @@ config = run_config.default_config()
 config.model.update(SIZES)
 config.train.steps = 40
 config.train.log_every = 1
+config.train.eval_every = 0
 config.batch.global_size = 8
 config.batch.sequence_length = 32
 config.checkpoint.every_steps = 5

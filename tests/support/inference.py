@@ -43,6 +43,7 @@ def tiny_config(folder):
         {
             "train.steps": STEPS,
             "train.eval_every": STEPS,
+            "train.sample_tokens": 0,
             "train.ema_decay": 0.5,
             "batch.global_size": 8,
             "batch.sequence_length": 32,

@@ -90,6 +90,28 @@ def malformed(format_: Format, sound: bytes, number: int, seed: str) -> bytes:
     return tricks[number] if number < len(tricks) else format_.edit(sound, Random(seed))
 
 
+# --- flags ----------------------------------------------------------------------------
+
+_SIGNS = "()[]{}\"',,\\ |.*1aé\n"
+
+
+def _flag_tricks(sound: bytes) -> list[bytes]:
+    texts = ["", "((", "(1", "[", ",", "a,", '"a', "a,'b", "()", "(),()", "\\", "a,\\"]
+    texts += ["(" * 10_000, "a" * 10_000, "a," * 1_000, "9" * 10_000, "\0", "nan"]
+    return [text.encode() for text in texts]
+
+
+def _edit_flags(sound: bytes, random: Random) -> bytes:
+    text = list(sound.decode())
+    for _ in range(random.choice((1, 2, 8))):
+        at = random.randrange(len(text) + 1)
+        text[at : at + random.randrange(3)] = random.choice(_SIGNS)
+    return "".join(text).encode()
+
+
+FLAGS = Format(_flag_tricks, _edit_flags)
+
+
 # --- bytes ----------------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ from jaxdist.checkpoint import __main__ as checkpoint_command
 from jaxdist.checkpoint import integrity
 from jaxdist.checkpoint.folders import CheckpointError, list_steps, read_step
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import ConfigError, schema, trees
+from jaxdist.config import ConfigError, annotations, schema, trees
 from jaxdist.data import (
     ByteTokenizer,
     DataConfig,
@@ -46,7 +46,7 @@ from jaxdist.data import (
 from jaxdist.data.sources.documents import Document
 from jaxdist.interop import peft
 from jaxdist.interop.families import FAMILIES
-from jaxdist.models import lora
+from jaxdist.models import lora, registry
 from jaxdist.operations.launch.run_progress import ProgressReader
 from jaxdist.operations.page import html, status, summary
 from jaxdist.optim.config import OptimizerConfig
@@ -74,6 +74,7 @@ from support.mutations import (
     ARCHIVE,
     ARRAY,
     BYTES,
+    FLAGS,
     JSON,
     LINES,
     PACKED,
@@ -105,8 +106,51 @@ def readers(run: Path, work: Path) -> dict[str, Reader]:
     sound run there.
     """
     return (
-        _of_run(run) | _of_checkpoints(run) | _of_models(work) | _of_data(work / "data")
+        _of_run(run)
+        | _of_checkpoints(run)
+        | _of_models(work)
+        | _of_data(work / "data")
+        | _of_flags(work)
     )
+
+
+# --- the command line -----------------------------------------------------------------
+
+
+def _of_flags(work: Path) -> dict[str, Reader]:
+    """Values of the command line for all keys with tuples, each a line of a file."""
+    fields = [
+        field
+        for field in run_config.full_schema(registry.DEFAULT_TARGET).values()
+        if annotations.tuple_form(field.type)
+    ]
+    texts = [
+        "query,value",
+        "(('a', 'b'),)",
+        '"(a|b){1,2}"',
+        "layers/.{1,2}/[,(]",
+        "1,2.5",
+        "local,global",
+    ]
+    file = work / "flags.txt"
+    file.write_text("\n".join(texts))
+
+    def read(file: Path) -> object:
+        values = []
+        for text in os.fsdecode(file.read_bytes()).split("\n"):
+            for field in fields:
+                try:
+                    value = schema.parse_value(text, field)
+                except ConfigError:
+                    continue
+                is_empty = text.strip() in ("", "()", "[]")
+                assert is_empty or value, f"{field.path}={text!r} means no value"
+                again = schema.parse_value(annotations.flag_text(value), field)
+                assert repr(again) == repr(value), f"{text!r}: {value!r}, {again!r}"
+                values.append(value)
+        return values
+
+    return {"tuple-valued flags": Reader([file], FLAGS, read)}
 
 
 # --- a run ----------------------------------------------------------------------------

@@ -39,6 +39,8 @@ SMALL = {
     "model.head_dim": 8,
     "train.steps": STEPS,
     "train.log_every": 1,
+    "train.eval_every": 0,
+    "train.sample_tokens": 0,
     "batch.global_size": 4,
     "batch.sequence_length": 16,
     "data.validation_tokens": 64,  # one batch

@@ -29,6 +29,7 @@ def train(folder, *hooks, devices=1, **changes):
     }
     small = {f"model.{name}": size for name, size in sizes.items()} | {
         "train.log_every": 1,
+        "train.eval_every": 0,
         "batch.global_size": 4,
         "batch.sequence_length": 16,
         "checkpoint.every_steps": 4,

@@ -57,6 +57,8 @@ def config_of(**changes) -> run_config.RunConfig:
         "model.head_dim": 8,
         "train.steps": STEPS,
         "train.log_every": 1,
+        "train.eval_every": 0,
+        "train.sample_tokens": 0,
         "batch.global_size": SIZE,
         "batch.sequence_length": 16,
         "checkpoint.every_steps": 4,

@@ -15,8 +15,8 @@ from jaxdist.config import ConfigError, trees
 from jaxdist.data.dataset import Dataset
 from jaxdist.telemetry.loggers import logger
 from jaxdist.telemetry.metrics import read_events, read_rows
-from jaxdist.trainer import run_config, trainer
-from jaxdist.trainer.callbacks import every
+from jaxdist.trainer import run_config, time_limit, trainer
+from jaxdist.trainer.callbacks import Callback, StepView, every
 from support.runs import untimed
 
 STEPS = 7
@@ -35,6 +35,8 @@ def config_of(**changes) -> run_config.RunConfig:
     small = {f"model.{name}": size for name, size in sizes.items()} | {
         "train.steps": STEPS,
         "train.log_every": 1,
+        "train.eval_every": 0,
+        "train.sample_tokens": 0,
         "batch.global_size": 4,
         "batch.sequence_length": 16,
         "checkpoint.every_steps": 0,
@@ -201,6 +203,56 @@ def test_the_time_of_hooks_is_not_training_time(tmp_path):
     assert 0 < views[-1].progress.elapsed_s < STEPS - 1.0  # the hooks have taken longer
     rows = read_rows(tmp_path).train
     assert sum(row["step_time_s"] for row in rows) < STEPS - 1.0
+
+
+class Ages(Callback):
+    """Lets the clock of train.max_minutes run, by the seconds of a run's parts."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def on_phase(self, phase: str, step: int) -> None:
+        self.now += {"compile": 30, "save": 10}.get(phase, 0)
+
+    def on_step(self, view: StepView) -> None:
+        self.now += 2
+
+    def on_evaluate(self, view: StepView, row: dict) -> None:
+        self.now += 20
+
+
+def test_the_time_limit_counts_all_since_the_data_is_open_over_resumes(
+    tmp_path, monkeypatch, capsys
+):
+    clock = Ages()
+    monkeypatch.setattr(time_limit, "time", clock)
+    text = tmp_path / "little.txt"
+    text.write_text("a line to hold out, and to train on\n" * 20)
+    changes = {
+        "data__source": "text",
+        "data__path": str(text),
+        "data__validation_path": str(text),
+        "train__steps": 80,
+        "train__eval_every": 10,
+        "train__log_every": 7,
+        "checkpoint__every_steps": 10,
+    }
+    # 30 s of compilation, and 50 s for ten steps with an evaluation and a save
+    first = train(tmp_path / "run", clock, train__max_minutes=4, **changes)
+    assert first.reason == "train.max_minutes=4 are over"
+    assert int(first.state.step) == 45
+    # the limit, the last evaluation and save
+    assert clock.now == 240 + 30
+    capsys.readouterr()
+    train(tmp_path / "run", clock, train__max_minutes=4, **changes)
+    assert "is finished at step 45" in capsys.readouterr().out
+    clock.now = 0.0
+    raised = train(tmp_path / "run", clock, train__max_minutes=5, **changes)
+    # 260 s before the last save, and 30 s of compilation
+    assert int(raised.state.step) == 50
 
 
 def test_a_resumed_run_counts_tokens_and_time_from_where_it_was(tmp_path, monkeypatch):

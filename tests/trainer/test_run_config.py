@@ -78,6 +78,38 @@ def test_the_last_of_two_overrides_counts():
     )
 
 
+def test_a_length_of_the_command_line_replaces_that_of_the_config(tmp_path):
+    quickstart = ["--config", "quickstart"]
+    epochs = parse(*quickstart, "--config.train.epochs=2").train
+    assert (epochs.epochs, list(epochs.faults())) == (2.0, [])
+    path = tmp_path / "epochs.py"
+    path.write_text(
+        "from jaxdist import default_config\n"
+        "def get_config():\n"
+        "    config = default_config()\n"
+        "    config.train.epochs = 2\n"
+        "    return config\n"
+    )
+    steps = parse("--config", str(path), "--config.train.steps=7").train
+    assert (steps.steps, steps.epochs) == (7, 0.0)
+    both = faults_of(*quickstart, "--config.train.steps=7", "--config.train.epochs=2")
+    assert both == (
+        "train.steps and train.epochs both say how long the run is; leave out one",
+    )
+
+
+def test_a_key_of_two_types_takes_both_in_a_config_file():
+    config = run_config.default_config()
+    assert config.train.eval_every == "auto"
+    config.train.eval_every = 100
+    assert run_config.from_config(config).train.eval_every == 100
+    config.train.eval_every = "often"
+    with pytest.raises(
+        ConfigError, match="train.eval_every: got 'often', required int"
+    ):
+        run_config.from_config(config)
+
+
 def test_a_command_s_own_flags_come_back():
     parser = cli.ConfigParser("test", None)
     parser.add_argument("--workdir")
