@@ -112,6 +112,8 @@ def parse(
         initial_weights.apply_config(config, sources, set_keys=overrides, before=before)
     run = from_config(config)
     _check_loggers(flags, run, chosen=loggers.KEY in overrides)
+    if hasattr(flags, "dry_run"):  # the command trains
+        workdir.refuse_links(workdir_of(flags), run)
     return flags, run
 
 

@@ -69,8 +69,9 @@ def init_or_restore(
     """
     pool = ThreadPoolExecutor(3)
     try:
+        has_saved = restore.has_saved(run)  # it may fail, before anything compiles
         compiled = pool.submit(compile_step, run)
-        if restore.has_saved(run):
+        if has_saved:
             phase("restore", 0)
             first = _restore(run, dataset, back_to, pool)
         else:
