@@ -76,7 +76,7 @@ def _spare_leaks_of_tensorstore() -> None:
             return plain
         return convert(spec, **options)
 
-    ts.KvStore.Spec.to_json = to_json
+    ts.KvStore.Spec.to_json = to_json  # type: ignore[method-assign,assignment]
     ts.experimental_collect_matching_metrics = lambda prefix="", **_: []
 
 

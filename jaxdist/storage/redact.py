@@ -9,21 +9,22 @@ from collections.abc import Mapping
 from urllib.parse import unquote
 
 HIDDEN = "***"
-_MARK = "://"
+# A path that was made of a URL has one slash.
+_MARK = re.compile("(:/{1,2})")
 # Schemes whose user is the name of an account or a container. In other schemes, such as
 # https, it may be a token.
 _NAMED_USERS = re.compile(
     "(abfss?|wasbs?|sftp|ssh|scp|ftps?|smb|hdfs|webhdfs)", re.IGNORECASE
 )
 _SCHEME = re.compile(r"[A-Za-z0-9+.-]{1,32}\Z")
-_REST = re.compile(r"[^\s\"'<>`]*")  # what follows :// in a URL
+_REST = re.compile(r"[^\s\"'<>`]*")  # what follows the slashes of a URL
 _VALUE = re.compile(r"=[^&;]*")
 _STEP = re.compile("[0-9]{1,18}")  # of FOLDER@STEP
 _PUNCTUATION = ".,:;!)]}"
 # A value whose name is that of a secret, as clients print a URL without its scheme.
 _NAMED_SECRET = re.compile(
     r"([?&;][\w.%-]{0,40}(?:token|sig|signature|secret|passw(?:or)?d|credential|key|auth)"
-    r"[\w.%-]{0,40}=)[^&;\s\"'<>`]+",
+    r"[\w.%-]{0,40}=)[^&;\s\"'<>`]*[^&;\s\"'<>`.,:!)\]}]",
     re.IGNORECASE,
 )
 _SHORTEST = 4  # characters of a secret that is hidden wherever it occurs
@@ -39,13 +40,14 @@ def without_secrets(text: str, url: str = "") -> str:
     """
     for secret in _secrets(url):
         text = text.replace(secret, HIDDEN)
-    if _MARK in text:
-        first, *parts = text.split(_MARK)
-        shown = [first]
-        for before, part in zip([first, *parts], parts, strict=False):
-            scheme = _SCHEME.search(before[-32:])
-            shown.append(_hide(part, scheme[0] if scheme else ""))
-        text = _MARK.join(shown)
+    if ":/" in text:
+        pieces = _MARK.split(text)
+        shown = pieces[:1]
+        for number in range(1, len(pieces), 2):
+            scheme = _SCHEME.search(pieces[number - 1][-32:])
+            rest = _hide(pieces[number + 1], scheme[0] if scheme else "")
+            shown += [pieces[number], rest]
+        text = "".join(shown)
     if "=" in text:
         text = _NAMED_SECRET.sub(rf"\g<1>{HIDDEN}", text)
     return text
@@ -117,7 +119,7 @@ def _hide_values(query: str) -> str:
 
 def _secrets(url: str) -> list[str]:
     """Lists the secret parts of a URL, the longest first."""
-    place, query, fragment = _cut(url.partition(_MARK)[2])
+    place, query, fragment = _cut(url.partition("://")[2])
     user = _cut_user(place)[0]
     parts = [user.partition(":")[2], query]
     if ":" in user:

@@ -26,6 +26,7 @@ from jaxdist.distributed import initialize
 from jaxdist.models import registry
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.storage import run_format
+from jaxdist.storage.redact import without_secrets
 from jaxdist.trainer import (
     initial_weights,
     loggers,
@@ -148,7 +149,7 @@ def _print_fields(config: ConfigDict, fields: schema.Schema, words: str) -> None
     text = files.help_text(config, fields, words=words, width=width)
     if not words:
         print()  # below the help of the flags
-    print(text)
+    print(without_secrets(text))
 
 
 def _take_overrides(

@@ -172,8 +172,9 @@ def refuse_links(folder: Path, config: RunConfig) -> None:
       ConfigError: there are such links, with a line for each. Nothing was written.
     """
     faults = []
+    own = "replace it by a folder or file of its own"
     for path in folders.links_out(folder, _WRITTEN):
-        fix = "replace it by a folder or file of its own"
+        fix = own
         if path.name == CHECKPOINTS and not config.checkpoint.folder:
             fix += f", or set checkpoint.folder={os.path.realpath(path)}"
         faults.append(_link_fault(path, fix))
@@ -186,7 +187,7 @@ def refuse_links(folder: Path, config: RunConfig) -> None:
         for path in folders.links_out(place):
             faults.append(_link_fault(path, "replace it by what it leads to"))
         for path in folders.links_out(quarantine.parent, {quarantine.name}):
-            faults.append(_link_fault(path, "replace it by a folder"))
+            faults.append(_link_fault(path, own))
     if faults:
         raise ConfigError(list(dict.fromkeys(faults)))
 

@@ -19,9 +19,11 @@ from jaxdist.storage.redact import without_secrets
         ("x at https://h/r?SIGNED: gone", "x at https://h/r?***: gone"),
         ("https://h/r#access_token=x", "https://h/r#access_token=***"),
         ("zip://a::https://u:p@h/b?tok=1", "zip://a::https://***@h/b?tok=***"),
+        ("no file https:/u:p@h/r?a=b", "no file https:/***@h/r?a=***"),
         ("two s3://a:b@c/d and s3://e:f@g", "two s3://***@c/d and s3://***@g"),
         # a client's text, without the scheme
         ("'/bucket/run?X-Amz-Signature=ab12'", "'/bucket/run?X-Amz-Signature=***'"),
+        ("to https://h/r?sig=ab12: no, gone", "to https://h/r?sig=***: no, gone"),
         # what is no secret stays
         ("gs://bucket/run@500", "gs://bucket/run@500"),
         ("sftp://me@host/run", "sftp://me@host/run"),

@@ -439,7 +439,8 @@ class Copies:
             raise Foreign(
                 f"{self.url} has the copies of another run ({integrity.shown_steps(runs)}); {fix}"
             )
-        if own_steps or not owner.content:
+        is_absent = owner.run is None and not owner.fault
+        if own_steps or is_absent:
             return False
         if self._is_own_half(owner):
             return False
