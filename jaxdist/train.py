@@ -19,6 +19,7 @@ from jaxdist.data import SourceError
 from jaxdist.distributed import coordination, initialize
 from jaxdist.operations.callbacks import Ledger, Watchdog, command_age_s
 from jaxdist.parallel.remat import FIT
+from jaxdist.storage.redact import without_secrets
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import lively, print_safe
 from jaxdist.trainer import cli, elastic, exit_code
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(interrupted)
         return EXIT_PREEMPTED
     except (TrainingStopped, SourceError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {without_secrets(str(error))}", file=sys.stderr)
         return 1
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

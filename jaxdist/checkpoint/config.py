@@ -11,6 +11,7 @@ from jaxdist.config.annotations import (
     NonNegativeInt,
     PositiveInt,
 )
+from jaxdist.storage.redact import without_secrets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +97,11 @@ class CheckpointConfig:
             )
         if "://" in self.folder and not self.folder.startswith("gs://"):
             yield f"checkpoint.folder={self.folder}: must be a path or gs://..."
+        copy_to = without_secrets(self.copy_to)
         if self.copy_to and "://" not in self.copy_to:
-            yield f"checkpoint.copy_to={self.copy_to}: must be a URL, as s3://bucket/run or file:///mnt/run"
+            yield f"checkpoint.copy_to={copy_to}: must be a URL, as s3://bucket/run or file:///mnt/run"
         if self.copy_to and "://" in self.folder:
             yield (
-                f"checkpoint.copy_to={self.copy_to}: checkpoint.folder={self.folder} is in a store already. "
+                f"checkpoint.copy_to={copy_to}: checkpoint.folder={self.folder} is in a store already. "
                 f"Leave one of the two empty."
             )

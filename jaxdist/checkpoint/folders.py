@@ -27,6 +27,7 @@ needs neither jax, nor Orbax, nor a device.
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -41,6 +42,7 @@ from etils import epath
 from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError, extras
 from jaxdist.storage import atomic, run_format
 from jaxdist.storage.paths import is_local
+from jaxdist.storage.redact import without_secrets
 from jaxdist.storage.untrusted import Malformed, named, of_kind, read_bytes, read_json
 
 STATE_ITEM = "state"
@@ -49,7 +51,7 @@ MANIFEST = "manifest.json"
 QUARANTINE = "quarantine"
 LOCK = ".lock"
 OWNER = "owner.json"
-_METADATA_FILE = Path(METADATA_ITEM) / "metadata"
+METADATA_FILE = f"{METADATA_ITEM}/metadata"
 _MARKER = ".unfinished"
 # Characters to keep of the start and of the end of an error. TensorStore's errors are
 # pages long, and their cause comes last.
@@ -83,10 +85,20 @@ class CheckpointError(Exception):
         self.steps = dict(steps or {})
 
 
-def error_text(error: Exception) -> str:
-    """Formats an error on one line, with its type unless it is a CheckpointError."""
+class StepDeleted(CheckpointError):
+    """Error of a step whose run has deleted it while it was read."""
+
+
+def error_text(error: Exception, url: str = "") -> str:
+    """Formats an error on one line, with its type unless it is a CheckpointError.
+
+    Args:
+      error: the error.
+      url: a URL whose secrets the text may contain; they are hidden.
+    """
     # TensorStore ends its errors with a dump of options, which does not help a user.
     text = " ".join(str(error).partition("[tensorstore_spec=")[0].split())
+    text = without_secrets(text, url)
     if len(text) > _HEAD_CHARS + _TAIL_CHARS:
         text = f"{text[:_HEAD_CHARS]} ... {text[-_TAIL_CHARS:]}"
     if isinstance(error, CheckpointError):
@@ -276,24 +288,73 @@ def has_steps(folder: Path) -> bool:
     if all_steps(folder):
         return True
     aside = quarantine_folder(folder)
-    return aside.is_dir() and any(path.is_dir() for path in aside.iterdir())
+    with _readable(aside):
+        return any(path.is_dir() for path in _entries(aside))
+
+
+def links_out(folder: Path, names: Collection[str] | None = None) -> Iterator[Path]:
+    """Yields links in a local folder that lead out of it or to nowhere.
+
+    Args:
+      folder: the folder, which may be a link itself, or absent.
+      names: names of the entries to look at; None = all.
+    """
+    try:
+        entries = list(folder.iterdir())
+    except OSError:  # reading or writing it reports that
+        return
+    inside = os.path.realpath(folder)
+    for path in sorted(entries):
+        if not path.is_symlink() or (names is not None and path.name not in names):
+            continue
+        target = os.path.realpath(path)
+        if not os.path.exists(path) or os.path.commonpath([inside, target]) != inside:
+            yield path
 
 
 def _numbered(folder: Path) -> list[int]:
-    """Lists the steps that have a folder, ascending."""
-    if not folder.is_dir():
-        return []
-    steps = [
-        int(path.name)
-        for path in folder.iterdir()
-        if _STEP.fullmatch(path.name) and path.is_dir()
-    ]
+    """Lists the steps that have a folder, ascending.
+
+    Raises:
+      CheckpointError: something is there that cannot be listed.
+    """
+    with _readable(folder):
+        steps = [
+            int(path.name)
+            for path in _entries(folder)
+            if _STEP.fullmatch(path.name) and path.is_dir()
+        ]
     return sorted(step for step in steps if step <= LAST_STEP)
 
 
+def _entries(folder: Path) -> list[Path]:
+    """Lists the entries of a folder; [] if there is none."""
+    if is_local(folder):
+        return list(folder.iterdir()) if os.path.lexists(folder) else []
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Turns errors of listing a folder into a CheckpointError.
+
+    A run must not begin anew because the folder of its checkpoints cannot be listed.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be read ({error.strerror or error}), and checkpoints of this run may be "
+            f"there. Make it a folder that can be read, or begin anew with another --workdir"
+        ) from error
+
+
 def _is_sealed(path: Path) -> bool:
-    has_items = (path / _METADATA_FILE).is_file() and (path / STATE_ITEM).is_dir()
-    return has_items and (path / MANIFEST).is_file()
+    try:
+        has_items = (path / METADATA_FILE).is_file() and (path / STATE_ITEM).is_dir()
+        return has_items and (path / MANIFEST).is_file()
+    except PermissionError:
+        return False  # the step counts as torn, and its check names the file
 
 
 def _marker(folder: Path, step: int) -> Path:
@@ -339,9 +400,19 @@ def read_step(folder: Path, step: int) -> StepInfo:
     path = present_path(folder, step)
     if not _is_sealed(path):
         raise CheckpointError(
-            f"{path} lacks {_METADATA_FILE}, {STATE_ITEM}/ or {MANIFEST}"
+            f"{path} lacks {METADATA_FILE}, {STATE_ITEM}/ or {MANIFEST}"
         )
-    file = path / _METADATA_FILE
+    return read_description(path, step)
+
+
+def read_description(path: Path, step: int) -> StepInfo:
+    """Reads the description in a step's folder, which may lack other files.
+
+    Raises:
+      CheckpointError: the description is absent, has an unknown format, or is that of
+        another step.
+    """
+    file = path / METADATA_FILE
     try:
         document = read_json(file, dict)
         version = document[run_format.KEY], document["step"]
@@ -408,6 +479,8 @@ def remove_step(folder: Path, step: int) -> None:
 
     If the deletion is interrupted, `remove_leftovers` completes or undoes it.
     """
+    if is_local(folder) and (folder / str(step)).is_symlink():
+        raise OSError(errno.ELOOP, "a symbolic link", str(folder / str(step)))
     mark_unfinished(folder, step)
     (folder / str(step) / MANIFEST).unlink()
     _remove_tree(folder / str(step))
@@ -461,6 +534,8 @@ def quarantine(folder: Path, step: int, reason: str, *, undone: bool = False) ->
       OSError: the step cannot be moved.
     """
     aside = quarantine_folder(folder)
+    if is_local(aside) and aside.is_symlink():
+        raise OSError(errno.ELOOP, "a symbolic link; remove it", str(aside))
     aside.mkdir(parents=True, exist_ok=True)
     target = aside / str(step)
     number = 1

@@ -17,6 +17,7 @@ restore the processes split the work. This module needs neither jax nor a device
 import contextlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,8 @@ from jaxdist.storage.paths import is_local
 from jaxdist.storage.untrusted import named, of_kind
 
 IDENTITY = "identity"
+MAX_IDENTITY_BYTES = 1024
+_HALF_IDENTITY = re.compile(rb"[0-9a-f]{0,16}( [0-9a-f]{0,8})?\s*")
 _DEEPEST = 20  # deepest nesting of folders; Orbax's steps have 3 levels
 _SHOWN = 3  # faults of a step that a message lists
 
@@ -102,10 +105,32 @@ def read_manifest(path: Path, *, place: object = None) -> Manifest:
       CheckpointError: there is no manifest, or its content is not what was sealed.
     """
     try:
-        text = untrusted.read_bytes(path / MANIFEST).decode()
+        content = untrusted.read_bytes(path / MANIFEST)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{MANIFEST} is missing: half-written or planted"
+        ) from None
+    except untrusted.Malformed as error:
+        raise CheckpointError(f"{MANIFEST} is not readable: {error}") from error
+    return parse_manifest(content, place or path)
+
+
+def parse_manifest(content: bytes, place: object) -> Manifest:
+    """Parses the content of a manifest.
+
+    Args:
+      content: the bytes of the file.
+      place: name of the step for the error about another version.
+
+    Raises:
+      OtherVersion: another version of jaxdist has sealed the step.
+      CheckpointError: the content is not what was sealed.
+    """
+    try:
+        text = content.decode()
         document = untrusted.parse_json(text, dict)
         if _seal_fits(document):
-            other = run_format.fault(document, place or path)
+            other = run_format.fault(document, place)
             if other:
                 raise OtherVersion(other)
         manifest = Manifest(
@@ -120,10 +145,6 @@ def read_manifest(path: Path, *, place: object = None) -> Manifest:
                 for name, hex_ in document["fingerprints"].items()
             },
         )
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{MANIFEST} is missing: half-written or planted"
-        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST} is not readable: {named(error)}") from error
     if text != _text(manifest):  # this includes a changed seal or format
@@ -286,32 +307,52 @@ def identity(folder: Path, *, create: bool, own: str | None = None) -> str | Non
         steps = _steps_by_run(folder)
         if own is None and len(steps) > 1:
             raise CheckpointError(
-                f"{folder} holds steps of several runs: {_shown(steps)}. Its file {IDENTITY}, which names "
+                f"{folder} holds steps of several runs: {shown_steps(steps)}. Its file {IDENTITY}, which names "
                 f"the owner, is lost. Move the steps of all runs but one elsewhere."
             )
         name = own or next(iter(steps), None)
         if create:
             name = name or secrets.token_hex(8)
-            atomic.write_text(
-                folder / IDENTITY, f"{name} {digest(name)[:8]}\n", durable=True
-            )
+            atomic.write_bytes(folder / IDENTITY, identity_file(name), durable=True)
     elif own not in (None, name):
         raise CheckpointError(
             f"{folder} belongs to run {name}, and this is run {own} (steps there: "
-            f"{_shown(_steps_by_run(folder)) or 'none'}). Put the checkpoints of this run back."
+            f"{shown_steps(_steps_by_run(folder)) or 'none'}). Put the checkpoints of this run back."
         )
     return name
 
 
 def read_identity(folder: Path) -> str | None:
     """Reads the identity in the folder's file; None if it is absent or damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        name, _, check_sum = (
-            untrusted.read_bytes(folder / IDENTITY).decode().strip().partition(" ")
-        )
-        if check_sum == digest(name)[:8]:
-            return name
+    with contextlib.suppress(OSError, untrusted.Malformed):
+        return parse_identity(untrusted.read_bytes(folder / IDENTITY))
     return None
+
+
+def identity_file(name: str) -> bytes:
+    """Makes the content of the file that names the owner of a folder of steps."""
+    return f"{name} {digest(name)[:8]}\n".encode()
+
+
+def parse_identity(content: bytes) -> str:
+    """Reads the identity in the content of such a file.
+
+    Raises:
+      Malformed: the content is empty or no identity.
+    """
+    if not content.strip():
+        raise untrusted.Malformed("it is empty")
+    if len(content) > MAX_IDENTITY_BYTES:
+        raise untrusted.Malformed(f"it has more than {MAX_IDENTITY_BYTES:,} bytes")
+    name, _, check_sum = content.decode(errors="replace").strip().partition(" ")
+    if check_sum != digest(name)[:8]:
+        raise untrusted.Malformed(f"its {len(content)} bytes are no identity")
+    return name
+
+
+def is_half_identity(content: bytes) -> bool:
+    """Tests whether a content is the begin of an identity, as a kill leaves it."""
+    return _HALF_IDENTITY.fullmatch(content) is not None
 
 
 def _steps_by_run(folder: Path) -> dict[str, list[int]]:
@@ -323,7 +364,8 @@ def _steps_by_run(folder: Path) -> dict[str, list[int]]:
     return runs
 
 
-def _shown(steps: Mapping[str, Sequence[int]]) -> str:
+def shown_steps(steps: Mapping[str, Sequence[int]]) -> str:
+    """Formats steps by run, a few of each."""
     return "; ".join(
         f"run {run}: {', '.join(map(str, each[:_SHOWN]))}"
         for run, each in steps.items()

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 
 from jaxdist.checkpoint.folders import METADATA_ITEM, STATE_ITEM
 from jaxdist.config import trees
@@ -57,6 +58,29 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger("asyncio").addFilter(_is_news)
+
+
+def _spare_leaks_of_tensorstore() -> None:
+    """Makes Orbax ask TensorStore for no JSON documents, whose values are never freed.
+
+    TensorStore 0.1 keeps a reference to each text and list that it converts from JSON.
+    For each save, Orbax converts the metrics of all drivers twice, for a line of its
+    log, and for each array the spec of a folder. docs/decisions.md has the numbers.
+    """
+    convert = ts.KvStore.Spec.to_json
+
+    def to_json(spec: Any, **options: Any) -> Any:
+        """Converts a spec as TensorStore does; that of a plain folder by itself."""
+        plain = {"driver": "file", "path": spec.path}
+        if not options and spec == ts.KvStore.Spec(plain):
+            return plain
+        return convert(spec, **options)
+
+    ts.KvStore.Spec.to_json = to_json  # type: ignore[method-assign,assignment]
+    ts.experimental_collect_matching_metrics = lambda prefix="", **_: []
+
+
+_spare_leaks_of_tensorstore()
 
 
 def _type_handlers() -> Any:

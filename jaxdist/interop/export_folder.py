@@ -1,10 +1,13 @@
 """Writes a run's checkpoint as a Hugging Face folder, or its adapters for PEFT."""
 
+import contextlib
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxdist.checkpoint.folders import StepDeleted
 from jaxdist.config import ConfigError, trees
 from jaxdist.data import tokenizer_config
 from jaxdist.data.tokenizer import TOKENIZER_FILE
@@ -14,6 +17,8 @@ from jaxdist.interop.hf_writer import KEPT, CheckpointWeights
 from jaxdist.models import lora
 from jaxdist.models.lora import LoraConfig
 from jaxdist.protocols.model_spec import ModelSpec
+
+_MOST_TRIES = 5  # exports of a live run that deletes the steps while they are read
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,9 @@ class ExportOptions:
 def export_folder(source: Source, target: Path, options: ExportOptions) -> str:
     """Writes the weights of a run as a folder for `from_pretrained`.
 
+    The run may be training. If it deletes the newest step while that is read, the
+    export begins again with the step that is the newest then.
+
     Args:
       source: the run.
       target: an empty folder.
@@ -57,7 +65,26 @@ def export_folder(source: Source, target: Path, options: ExportOptions) -> str:
       ConfigError: no Hugging Face architecture can express the run's model, or adapters
         are wanted and the run has none.
       CheckpointError: there is no usable checkpoint.
+      StepDeleted: the run has deleted the step that `options` name, or step after step.
     """
+    tries = _MOST_TRIES if options.step is None else 1
+    for _ in range(tries - 1):
+        with contextlib.suppress(StepDeleted):
+            return _export(source, target, options)
+        _empty(target)
+    return _export(source, target, options)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _export(source: Source, target: Path, options: ExportOptions) -> str:
+    """Writes the folder from one step; see `export_folder`."""
     if options.adapters and not source.lora.rank:
         raise ConfigError(
             f"--adapters: {source.workdir} was trained without adapters. "
@@ -69,6 +96,19 @@ def export_folder(source: Source, target: Path, options: ExportOptions) -> str:
         origin["max_position_embeddings"] = source.sequence_length
     family, fields = hf_config.fields_of(source.model_options, origin)
     weights = CheckpointWeights(source.checkpoints, options.step)
+    with contextlib.closing(weights):
+        return _write(source, target, options, weights, family, fields)
+
+
+def _write(
+    source: Source,
+    target: Path,
+    options: ExportOptions,
+    weights: CheckpointWeights,
+    family: Family,
+    fields: dict[str, Any],
+) -> str:
+    """Writes the weights of a step; returns a line that describes them."""
     if not options.drop_choice_bias:
         weights.check_choices(family)
     shapes, read = lora.unadapted(
@@ -91,7 +131,6 @@ def export_folder(source: Source, target: Path, options: ExportOptions) -> str:
             max_shard_bytes=options.max_shard_bytes,
         )
         contents = " as"
-    weights.close()
     return (
         f"step {weights.step}{contents} {family.architecture}, "
         f"{num_bytes:,} bytes of {dtype}"

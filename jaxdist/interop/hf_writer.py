@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxdist.checkpoint import fingerprint, folders, integrity, manager
-from jaxdist.checkpoint.folders import CheckpointError
+from jaxdist.checkpoint.folders import CheckpointError, StepDeleted
 from jaxdist.config import ConfigError
 from jaxdist.data import tokenizer_config
 from jaxdist.interop import hf_config
@@ -117,7 +117,8 @@ class CheckpointWeights:
         """Reads a parameter, or model state, to the host.
 
         Raises:
-          CheckpointError: it differs from what was saved, or it was deleted.
+          StepDeleted: the run has deleted the step meanwhile.
+          CheckpointError: it differs from what was saved.
         """
         name = (self._parameters | self._model_state)[path]
         cpu = jax.local_devices(backend="cpu")[0]
@@ -132,7 +133,7 @@ class CheckpointWeights:
         except Exception as error:  # Orbax and TensorStore raise many types
             if not folders.is_deleted(self._path.parent, self.step):
                 raise
-            raise CheckpointError(
+            raise StepDeleted(
                 f"step {self.step} was deleted while it was read, as its run is training; run this again, "
                 f"or give --step of one that checkpoint.keep_every keeps"
             ) from error

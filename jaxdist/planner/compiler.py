@@ -22,14 +22,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import ConfigError, extras, schema
+from jaxdist.config import ConfigError, extras
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.planner.observed import NOISE, WINDOWED_EINSUM
 from jaxdist.planner.targets import Target
 from jaxdist.storage import untrusted
 from jaxdist.telemetry.units import GIB
 from jaxdist.trainer import workdir
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_config import RunConfig, document_of
 
 Say = Callable[[str], None]  # reports a stage of the work, or a line
 
@@ -128,8 +128,7 @@ def compile_run(
     notes += flag_notes
     with tempfile.TemporaryDirectory(prefix="jaxdist-plan-") as name:
         folder = Path(name)
-        config = schema.to_config_dict(run).to_dict()
-        workdir.write_json(folder / workdir.CONFIG, config)
+        workdir.write_json(folder / workdir.CONFIG, document_of(run))
         request = {
             "target": target.text,
             "cache": str(_cache(options) or folder),

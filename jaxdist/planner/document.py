@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from jaxdist.config import schema
 from jaxdist.ops.costs import reports
 from jaxdist.planner import communication, memory, restarts
 from jaxdist.planner.calibration import Calibration
@@ -18,7 +17,7 @@ from jaxdist.trainer import compose
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.costs import costs_of, itemsize_of
 from jaxdist.trainer.model_flops import active_parameters
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_config import RunConfig, document_of
 
 FITS = 0
 DOES_NOT_FIT = 3
@@ -118,7 +117,7 @@ class Plan:
             "warnings": list(self.warnings),
             "versions": versions(),  # a cached result has the same ones
             "compile": {n: getattr(compiled, n) for n in _COMPILE} if compiled else {},
-            "config": schema.to_config_dict(self.run).to_dict(),
+            "config": document_of(self.run),
         }
 
     def _layout(self) -> dict[str, Any]:

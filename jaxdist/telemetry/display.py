@@ -20,6 +20,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from jaxdist.storage.redact import without_secrets
 from jaxdist.telemetry.notebook import NotebookBlock, output_of_cell
 from jaxdist.telemetry.units import duration_text, field_text
 
@@ -34,8 +35,10 @@ LINE_EVERY_S = 1.0
 def print_safe(text: str) -> None:
     """Prints a line, without an error if standard output does not take it.
 
-    Reasons are a full disk, a closed terminal, or characters that it cannot encode.
+    Reasons are a full disk, a closed terminal, or characters that it cannot encode. The
+    secrets of URLs are hidden.
     """
+    text = without_secrets(text)
     with contextlib.suppress(OSError):
         try:
             print(text, flush=True)
@@ -195,7 +198,10 @@ class Display:
         now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._wall_clock()))
         with contextlib.suppress(OSError):
             self._console.print(
-                f"{now}  {text}", markup=False, highlight=False, soft_wrap=True
+                f"{now}  {without_secrets(text)}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
             )
 
     def _eta_text(self) -> str:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError
-from jaxdist.storage import untrusted
+from jaxdist.storage import redact, untrusted
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -132,7 +132,11 @@ class MetricsWriter:
         self._append(ARRAYS_FILE, {"step": step, "time": self._clock(), **lists})
 
     def event(self, name: str, step: int | None = None, **fields: object) -> None:
-        """Appends {"time", "event", "step", **fields} to events.jsonl."""
+        """Appends {"time", "event", "step", **fields} to events.jsonl.
+
+        The secrets of URLs are hidden: errors of a store's client contain its URL.
+        """
+        fields = {key: redact.redacted(value) for key, value in fields.items()}
         self._append(
             EVENTS_FILE, {"time": self._clock(), "event": name, "step": step, **fields}
         )

@@ -28,6 +28,7 @@ from jaxdist.models import registry
 from jaxdist.parallel.axes import AXES
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.storage import run_format
+from jaxdist.storage.redact import without_secrets
 from jaxdist.trainer import (
     fine_tuning,
     initial_weights,
@@ -126,6 +127,8 @@ def parse(
     if _trains(flags):
         fine_tuning.check(run, set_keys, trained_with)
     _check_loggers(flags, run, chosen=loggers.KEY in overrides)
+    if hasattr(flags, "dry_run"):  # the command trains
+        workdir.refuse_links(workdir_of(flags), run)
     return flags, run
 
 
@@ -207,7 +210,7 @@ def _print_fields(config: ConfigDict, fields: schema.Schema, words: str) -> None
     text = files.help_text(config, fields, words=words, width=width)
     if not words:
         print()  # below the help of the flags
-    print(text)
+    print(without_secrets(text))
 
 
 def _take_overrides(

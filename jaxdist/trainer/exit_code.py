@@ -14,6 +14,7 @@ from jaxdist.config import (
 )
 from jaxdist.config.extras import MissingExtra
 from jaxdist.distributed.coordination import PeerFailed
+from jaxdist.storage.redact import without_secrets
 
 
 def print_error(line: str | None) -> None:
@@ -23,7 +24,7 @@ def print_error(line: str | None) -> None:
       line: the line; None or "" prints nothing.
     """
     if line and jax.process_index() == 0:
-        print(line, file=sys.stderr)
+        print(without_secrets(line), file=sys.stderr)
 
 
 def exit_code(main: Callable[[], int]) -> int:
@@ -39,11 +40,11 @@ def _code_of_fault(main: Callable[[], int]) -> int:
         return main()
     except (ConfigError, MissingExtra) as error:
         for fault in getattr(error, "faults", (str(error),)):
-            print(f"error: {fault}", file=sys.stderr)
+            print(f"error: {without_secrets(fault)}", file=sys.stderr)
         return EXIT_CONFIG
     except CheckpointError as error:
         print_error(f"error: {error}")
         return EXIT_NO_CHECKPOINT
     except PeerFailed as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {without_secrets(str(error))}", file=sys.stderr)
         return error.exit_code

@@ -11,7 +11,7 @@ from jaxdist.telemetry.loggers import logger
 from jaxdist.telemetry.loggers.background import BackgroundLogger
 from jaxdist.trainer import workdir
 from jaxdist.trainer.callbacks import Callback, Run
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_config import RunConfig, document_of
 
 KEY = "train.loggers"
 
@@ -76,7 +76,7 @@ def _logged_run(run: Run) -> logger.LoggedRun:
     """Describes a run to its loggers."""
     file = run.folder / workdir.RUN
     info: dict[str, Any] = run_format.unmarked(untrusted.read_json(file, dict), file)
-    flat = schema.flatten(schema.to_config_dict(run.config))
+    flat = schema.flatten(document_of(run.config))
     return logger.LoggedRun(run.folder, flat, info, run.progress.step)
 
 

@@ -23,7 +23,7 @@ from jaxdist.trainer import (
     workdir,
 )
 from jaxdist.trainer.callbacks import CallbackList, Run
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_config import RunConfig, document_of
 
 
 def is_lead() -> bool:
@@ -37,18 +37,25 @@ def log(text: str) -> None:
         print_safe(text)
 
 
-def check_workdir_version(folder: Path) -> None:
-    """Checks that no other version of jaxdist has written the workdir.
+def check_workdir(folder: Path, config: RunConfig) -> None:
+    """Checks the workdir's version, and that no link leads out of it.
 
     It runs before the config is checked. `workdir.check_run_versions` also checks the
     checkpoints.
 
+    Args:
+      folder: the workdir.
+      config: the run's config.
+
     Raises:
-      OtherVersion: another version has. It is raised on all processes.
+      OtherVersion: another version of jaxdist has written the workdir. It is raised on
+        all processes.
+      ConfigError: a run would write or delete files outside of the workdir.
     """
     with coordination.raise_on_all():
         if is_lead():
             run_format.check_folder(folder)
+            workdir.refuse_links(folder, config)
 
 
 def open_run_data(
@@ -139,7 +146,7 @@ def open_workdir(
         workdir; or the config does not fit the run in the workdir.
     """
     config = run.config
-    flat = schema.flatten(schema.to_config_dict(config))
+    flat = schema.flatten(document_of(config))
     consistency.agree(lambda: flat | consistency.code(run.spec.model_class))
     with coordination.raise_on_all():
         if is_lead():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import annotations
-from jaxdist.storage import untrusted
+from jaxdist.storage import redact, untrusted
 
 # keys of run.json
 SOURCE = "source"
@@ -26,13 +26,11 @@ _OURS = "jaxdist."  # models of this package are trusted
 _RECORDED = re.compile(
     r"(XLA_FLAGS|LIBTPU_INIT_ARGS|NPROC|(JAX|JAXDIST|XLA|NCCL|TPU|LIBTPU)_[A-Z0-9_]+)"
 )
-_HIDDEN = "***"
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH")
 _SECRET_FLAG = re.compile(
     r"(.*[-_.])?(token|secret|password|passwd|passphrase|credentials?|apikey|(api|access|private|secret|auth)[-_]key)",
     re.IGNORECASE,
 )
-_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user and password in a URL
 # Variables that identify a process of a start, or that jax sets. Another start has
 # other values.
 _OF_A_PROCESS = re.compile(
@@ -48,11 +46,11 @@ def recorded(environ: Mapping[str, str]) -> dict[str, str]:
         for name in environ
         if _RECORDED.fullmatch(name) and not _SECRET.search(name)
     )
-    return {name: _USER.sub(_HIDDEN, environ[name]) for name in names}
+    return {name: redact.without_secrets(environ[name]) for name in names}
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Hides the values of flags with names of secrets, and users in URLs.
+    """Hides the values of flags with names of secrets, and the secrets of URLs.
 
     Args:
       words: the words of a command.
@@ -64,10 +62,10 @@ def without_secrets(words: Sequence[str]) -> list[str]:
         is_secret = bool(_SECRET_FLAG.fullmatch(name.lstrip("-")))
         shown_word = word
         if follows_secret and not word.startswith("-"):
-            shown_word = _HIDDEN
+            shown_word = redact.HIDDEN
         elif is_secret and equals:
-            shown_word = f"{name}={_HIDDEN}"
-        shown.append(_USER.sub(_HIDDEN, shown_word))
+            shown_word = f"{name}={redact.HIDDEN}"
+        shown.append(redact.without_secrets(shown_word))
         follows_secret = is_secret and not equals and name.startswith("-")
     return shown
 

@@ -41,6 +41,7 @@ from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.parallel.precision import PrecisionConfig
 from jaxdist.parallel.remat import RematConfig
 from jaxdist.protocols.param_names import ShardingConfig
+from jaxdist.storage import redact
 
 Build = Callable[[nnx.Rngs], nnx.Module]
 Auto = Literal["auto"]
@@ -214,6 +215,17 @@ class RunConfig:
         return self.model.get("vocab_size")
 
 
+def document_of(config: RunConfig) -> dict[str, Any]:
+    """Makes the document of a config, without the secrets of its URLs.
+
+    This is what is stored, logged and compared. A start that needs a URL with a secret
+    takes it from the command line.
+    """
+    document = redact.redacted(schema.to_config_dict(config).to_dict())
+    assert isinstance(document, dict)
+    return document
+
+
 # --- what may change on resume --------------------------------------------------------
 
 
@@ -228,7 +240,7 @@ def run_fingerprint(config: RunConfig) -> str:
 
     The hash skips values that may change on resume, such as the number of steps.
     """
-    values = schema.flatten(schema.to_config_dict(config))
+    values = schema.flatten(document_of(config))
     for path in keys_that_may_change(config):
         values.pop(path, None)
     return schema.fingerprint(values)

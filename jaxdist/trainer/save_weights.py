@@ -11,11 +11,11 @@ from typing import Any
 import jax
 
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import ConfigError, schema
+from jaxdist.config import ConfigError
 from jaxdist.distributed import coordination
 from jaxdist.step.state import State
 from jaxdist.trainer import compose, workdir
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_config import RunConfig, document_of
 
 
 def save(config: RunConfig, state: State, folder: Path) -> Path:
@@ -79,6 +79,4 @@ def write(
         if errors:
             raise errors[0]
     if jax.process_index() == 0:
-        workdir.write_json(
-            folder / workdir.CONFIG, schema.to_config_dict(config).to_dict()
-        )
+        workdir.write_json(folder / workdir.CONFIG, document_of(config))

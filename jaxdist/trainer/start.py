@@ -71,9 +71,10 @@ def init_or_restore(
     """
     pool = ThreadPoolExecutor(3)
     try:
+        has_saved = restore.has_saved(run)  # it may fail, before anything compiles
         run.say("compiling the step")
         compiled = pool.submit(_compile_in_time, run)
-        if restore.has_saved(run):
+        if has_saved:
             phase("restore", 0)
             first = _restore(run, dataset, back_to, pool)
         else:

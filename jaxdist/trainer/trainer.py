@@ -104,7 +104,7 @@ def train(
     preemption.refuse_unjoined()
     all_callbacks = CallbackList(process_callbacks, callbacks)
     sources = initial_weights.chosen_sources(config, weight_sources)
-    opening.check_workdir_version(folder)
+    opening.check_workdir(folder, config)
     if devices is None:
         devices = jax.devices()
     requested = config

@@ -11,16 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist.checkpoint import integrity
+from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.folders import CheckpointError, as_path, has_steps
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, annotations, is_text, schema
 from jaxdist.data import Dataset
 from jaxdist.models import registry
-from jaxdist.storage import atomic, lock, run_format, untrusted
+from jaxdist.storage import atomic, lock, redact, run_format, untrusted
+from jaxdist.storage.paths import is_local
 from jaxdist.trainer import run_metadata
 from jaxdist.trainer.run_config import (
     RunConfig,
+    document_of,
     from_config,
     keys_that_may_change,
     model_defaults,
@@ -33,6 +35,24 @@ LOCK = ".lock"
 SAMPLE = "sample.txt"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
+# Folders and files of a workdir that a run writes in place, or deletes. A file that is
+# replaced as a whole is listed, too: its link would be lost.
+_WRITTEN_FOLDERS = (".beats", "profile", "tensorboard", "trackio", "wandb")
+_WRITTEN = (
+    *_WRITTEN_FOLDERS,
+    CHECKPOINTS,
+    folders.QUARANTINE,
+    CONFIG,
+    RUN,
+    SAMPLE,
+    REPORT,
+    "arrays.jsonl",
+    "events.jsonl",
+    "huggingface",
+    "ledger.json",
+    "metrics.jsonl",
+    "skipped.json",
+)
 IDENTITY_KEY = "run"  # key of run.json: the identity of the run, as in its checkpoints
 
 
@@ -142,6 +162,56 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
       ConfigError: the file cannot be written.
     """
     write_text(path, json.dumps(run_format.marked(document), indent=1) + "\n")
+
+
+def refuse_links(folder: Path, config: RunConfig) -> None:
+    """Checks that no link leads out of the folders that a run writes and deletes in.
+
+    The workdir itself may be a link, and so may the folder that `checkpoint.folder`
+    names.
+
+    Raises:
+      ConfigError: there are such links, with a line for each. Nothing was written.
+    """
+    faults = []
+    own = "replace it by a folder or file of its own"
+    for path in folders.links_out(folder, _WRITTEN):
+        fix = own
+        if path.name == CHECKPOINTS and not config.checkpoint.folder:
+            fix += f", or set checkpoint.folder={os.path.realpath(path)}"
+        faults.append(_link_fault(path, fix))
+    for name in _WRITTEN_FOLDERS:
+        for path in _links_below(folder / name):
+            faults.append(_link_fault(path, "replace it by what it leads to"))
+    place = checkpoints_folder(folder, config)
+    if is_local(place):
+        quarantine = folders.quarantine_folder(place)
+        for path in folders.links_out(place):
+            faults.append(_link_fault(path, "replace it by what it leads to"))
+        for path in folders.links_out(quarantine.parent, {quarantine.name}):
+            faults.append(_link_fault(path, own))
+    if faults:
+        raise ConfigError(list(dict.fromkeys(faults)))
+
+
+def _link_fault(path: Path, fix: str) -> str:
+    return (
+        f"{path} is a link that leads out of its folder, to {os.readlink(path)}. A run writes and "
+        f"deletes no files there; {fix}"
+    )
+
+
+def _links_below(folder: Path) -> Iterator[Path]:
+    """Yields links that lead out of a folder of the workdir, at any depth."""
+    if folder.is_symlink():
+        return  # `refuse_links` has looked at it
+    inside = os.path.realpath(folder.parent)
+    for place, names, files in os.walk(folder):
+        for name in (*names, *files):
+            path = Path(place, name)
+            target = os.path.realpath(path)
+            if path.is_symlink() and os.path.commonpath([inside, target]) != inside:
+                yield path
 
 
 # --- config.json ----------------------------------------------------------------------
@@ -291,19 +361,21 @@ def check_and_write_config(folder: Path, config: RunConfig) -> None:
 
 def write_config(folder: Path, config: RunConfig) -> None:
     """Writes the config.json of a workdir."""
-    write_json(folder / CONFIG, schema.to_config_dict(config).to_dict())
+    write_json(folder / CONFIG, document_of(config))
 
 
 def stored_config(config: RunConfig) -> dict[str, Any]:
     """Makes the entry of a checkpoint's metadata that has the run's config."""
-    return {run_metadata.CONFIG: schema.to_config_dict(config).to_dict()}
+    return {run_metadata.CONFIG: document_of(config)}
 
 
 def check_stored_config(
     metadata: Mapping[str, Any],
     config: RunConfig,
-    place: Path,
+    place: Path | str,
     folder: Path | None = None,
+    *,
+    fix: str = "",
 ) -> None:
     """Checks that a config does not alter the losses of a checkpoint's run.
 
@@ -313,8 +385,9 @@ def check_stored_config(
     Args:
       metadata: metadata of the checkpoint; {} if no checkpoint is intact.
       config: the config to resume with.
-      place: the folder that errors name.
-      folder: the workdir; default: `place`.
+      place: the folder or store that errors name.
+      folder: the workdir; None: `place`, or a store's copies.
+      fix: the advice of errors; default: the old value, or a branch of the run.
 
     Raises:
       ConfigError: keys have changed that may not change on resume. It has a line for
@@ -327,7 +400,8 @@ def check_stored_config(
     if run_metadata.PROGRESS in metadata:
         at = f"@{metadata[run_metadata.PROGRESS]['step']}"
     source = f"{place}{at}"
-    fix = f"put it back, or branch with init.from_run={source} in another --workdir"
+    branch = f"branch with init.from_run={source} in another --workdir"
+    advice = fix or f"put it back, or {branch}"
     # A config without warm-up steps uses those that the run began with.
     same_warmup: set[int | None] = {None}
     if run_metadata.SCHEDULE in metadata:
@@ -337,7 +411,7 @@ def check_stored_config(
     changed = {}
     free = {}
     before = _with_new_options(tupled(stored), config)
-    for change in schema.diff(before, schema.to_config_dict(config)):
+    for change in schema.diff(redact.redacted(before), document_of(config)):
         if change.path in free_keys:
             free[change.path] = change.new
             continue
@@ -346,34 +420,42 @@ def check_stored_config(
         changed[change.path] = change.new
         faults.append(
             f"{change.path}: the run in {place} has {_shown(change.old)}, "
-            f"now {_shown(change.new)}; {fix}"
+            f"now {_shown(change.new)}; {advice}"
         )
     if len(faults) > _MOST_CHANGES:
-        raise ConfigError(_another_run(list(changed), config, place, at))
-    if changed and all(path.startswith("optimizer.") for path in changed):
-        command = _branch_command(folder or place, source, changed | free, config)
+        raise ConfigError(_another_run(list(changed), config, place, at=at, fix=fix))
+    is_of_optimizer = all(path.startswith("optimizer.") for path in changed)
+    if changed and is_of_optimizer and not fix:
+        workdir = folder or Path(place)
+        command = _branch_command(workdir, source, changed | free, config)
         faults.append(f"the command that branches, with its data from 0: {command}")
     if faults:
         raise ConfigError(faults)
 
 
-def _another_run(keys: Sequence[str], config: RunConfig, place: Path, at: str) -> str:
-    """Formats the fault of a folder that holds a run of another config.
+def _another_run(
+    keys: Sequence[str], config: RunConfig, place: Path | str, *, at: str, fix: str
+) -> str:
+    """Formats the fault of a folder or store that holds a run of another config.
 
     Args:
       keys: the keys that differ.
       config: the config to resume with.
-      place: the folder.
+      place: the folder or store.
       at: the newest step as `@STEP`, or "".
+      fix: the advice; "": that for a folder.
     """
     shown = ", ".join(keys[:_MOST_CHANGES])
+    shown += f" and {len(keys) - _MOST_CHANGES} more keys"
+    if fix:
+        return f"{place} holds a run of another config: {shown} differ; {fix}"
     resume = "resume its run with its own config"
     if config.model["target"] == registry.USER_TARGET:
         resume = "resume its run by fit with its own arguments"
-    elif (place / CONFIG).is_file():  # a workdir, and no checkpoint.folder
+    elif (Path(place) / CONFIG).is_file():  # a workdir, and no checkpoint.folder
         resume = f"resume its run: python -m jaxdist.train --workdir {place}"
     return (
-        f"{place} holds a run of another config: {shown} and {len(keys) - _MOST_CHANGES} more keys differ. "
+        f"{place} holds a run of another config: {shown} differ. "
         f"Give this run another folder; or {resume}; or branch with "
         f"init.from_run={place}{at} in another folder"
     )

@@ -3,6 +3,8 @@
 """
 
 import gc
+import itertools
+import json
 import os
 import random
 import shutil
@@ -230,3 +232,31 @@ def test_200_saves_leave_no_memory_behind(tmp_path):
     print(sizes)
     assert max(sizes[1:]) <= 1.05 * sizes[1]
     assert names(tmp_path) == ["200"]
+
+
+def test_500_tiny_saves_cost_no_memory(tmp_path):
+    """In a process of its own, with one pool of memory: the median of all slopes between
+    two measurements, so that a single jump of the allocator does not count.
+    """
+    program = [sys.executable, "-m", "support.saves_memory", str(tmp_path), "500"]
+    variables = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "MALLOC_ARENA_MAX": "1"}
+    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(
+        program,
+        cwd=ROOT,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    late = [row for row in rows if row[0] >= 100]
+    assert len(late) == 21
+    slopes = [
+        (after[1] - before[1]) / (after[0] - before[0])
+        for before, after in itertools.combinations(late, 2)
+    ]
+    print(rows, statistics.median(slopes))
+    assert statistics.median(slopes) <= 1.0, "KiB a save"
+    # 24 lists a save, before
+    assert late[-1][2] - late[0][2] < 100

@@ -208,6 +208,39 @@ def test_a_damaged_checkpoint_is_not_exported(converted, tmp_path, capsys):
         interop.CheckpointWeights(tmp_path / "none")
 
 
+def test_an_export_begins_again_if_its_step_is_deleted_meanwhile(
+    converted, tmp_path, monkeypatch, capsys
+):
+    """A run that goes on saving deletes the step amid its export."""
+    step = shutil.copytree(converted, tmp_path / "copy") / "checkpoints" / "0"
+    read, calls = interop.CheckpointWeights.read, []
+
+    def raced(weights, path):
+        calls.append(path)
+        if calls.count(path) > 1 or len(calls) != 3:
+            return read(weights, path)
+        step.rename(tmp_path / "deleted")
+        try:
+            return read(weights, path)
+        finally:
+            (tmp_path / "deleted").rename(step)
+
+    monkeypatch.setattr(interop.CheckpointWeights, "read", raced)
+    assert run_convert(tmp_path / "copy", tmp_path / "out", "huggingface") == 0
+    assert len(calls) > 6
+    monkeypatch.undo()
+    assert run_convert(tmp_path / "copy", tmp_path / "calm", "huggingface") == 0
+    for file in (tmp_path / "calm").iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+    # A step that the command line names has no other in its place.
+    calls.clear()
+    monkeypatch.setattr(interop.CheckpointWeights, "read", raced)
+    words = [tmp_path / "copy", tmp_path / "named", "huggingface", "--step", "0"]
+    assert exit_code.exit_code(lambda: run_convert(*words)) == 77
+    assert "step 0 was deleted while it was read" in capsys.readouterr().err
+    assert not (tmp_path / "named").exists()
+
+
 # --- training -------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from jaxdist.config import ConfigError
 from jaxdist.operations.copies import copies as module
 from jaxdist.operations.copies import step_copies
 from jaxdist.operations.copies.copier import Copier
-from jaxdist.operations.copies.copies import Copies, fetch_newest
+from jaxdist.operations.copies.copies import Copies, Foreign, Unreadable, fetch_newest
 from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import workdir as workdir_files
 from jaxdist.trainer.run_config import RunConfig
@@ -929,3 +929,173 @@ def test_a_start_from_copies_keeps_where_the_decay_began(tmp_path, url, monkeypa
     assert run(tmp_path / "run", **changes) == 0
     assert folders.list_steps(tmp_path / "run" / "checkpoints") == [12]
     assert list(Copies(url).steps()) == steps
+
+
+# --- whose a store is -----------------------------------------------------------------
+
+
+def killed_in_its_first_copy(monkeypatch, workdir, url, puts: int, **changes) -> None:
+    """A run whose store takes so many files; then its machine is lost."""
+    with monkeypatch.context() as patch:
+        put_counting(patch, Copies(url), puts)
+        assert run(workdir, **{"checkpoint.copy_to": url, **changes}) == 0
+    assert not Copies(url).whole_steps()
+    shutil.rmtree(workdir)
+
+
+@pytest.mark.parametrize("puts", [1, 3])
+def test_the_same_command_takes_its_half_made_store_again(
+    tmp_path, url, monkeypatch, puts
+):
+    quick = {"train.steps": 3, "optimizer.warmup_steps": 1}
+    killed_in_its_first_copy(monkeypatch, tmp_path / "run", url, puts, **quick)
+    old = Copies(url)._read_owner().run
+    assert old
+    assert run(tmp_path / "run", **{"checkpoint.copy_to": url, **quick}) == 0
+    assert events_of(tmp_path / "run", "checkpoint_copied") == [3]
+    assert not events_of(tmp_path / "run", "checkpoint_copy_failed")
+    assert Copies(url).whole_steps() == [3]
+    identity = workdir_files.own_identity(tmp_path / "run")
+    assert Copies(url)._read_owner().run == identity != old
+
+
+def test_another_config_does_not_take_a_half_made_store(tmp_path, url, monkeypatch):
+    quick = {"train.steps": 3, "optimizer.warmup_steps": 1}
+    killed_in_its_first_copy(monkeypatch, tmp_path / "run", url, 3, **quick)
+    before = Copies(url)._fs.find(Copies(url)._root)
+    with pytest.raises(ConfigError, match="of another run .*none of them whole yet"):
+        run(tmp_path / "other", **{"checkpoint.copy_to": url, "seed": 7, **quick})
+    assert Copies(url)._fs.find(Copies(url)._root) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"", "it is empty"),
+        (b"0123456789abcdef 01", "its 19 bytes are no identity"),
+        (b"\xff\xfe junk", "its 7 bytes are no identity"),
+        (b"x" * 100_000, "it has more than 1,024 bytes"),
+    ],
+    ids=["empty", "truncated", "junk", "huge"],
+)
+def test_a_damaged_identity_is_made_again_or_named(here, other, url, content, fault):
+    copies = Copies(url)
+    copies._fs.pipe_file(copies._identity, content)
+    if copies._is_own_half(copies._read_owner()):  # a kill leaves such a file
+        assert not copies.is_claimed("f00d")
+    else:
+        with pytest.raises(
+            Foreign, match=f"identity is damaged \\({fault}\\).*delete that file, or"
+        ):
+            copies.is_claimed("f00d")
+    # With steps of its own, the store is the run's, and gets a sound identity.
+    copies._fs.rm_file(copies._identity)
+    write_step(here, 1)
+    copies.copy(here, 1)
+    copies._fs.pipe_file(copies._identity, content)
+    write_step(here, 2)
+    again = Copies(url)
+    with pytest.raises(Foreign, match="copies of another run .run f00d: 1."):
+        again.copy(other, 9)
+    again.copy(here, 2)
+    assert again._read_owner().run == "f00d"
+    assert list(again.steps()) == [1, 2]
+
+
+def test_a_store_that_lost_its_identity_still_is_the_run_s_whose_steps_it_has(
+    here, other, url
+):
+    write_step(here, 1)
+    copies = Copies(url)
+    copies.copy(here, 1)
+    copies._fs.rm_file(copies._identity)
+    with CheckpointManager(other, replace(CONFIG, keep_last=1)) as store:
+        ((step, error),) = ended(Copier(Copies(url), store))
+    assert step == 9
+    assert "has the copies of another run (run f00d: 1)" in error
+    assert list(copies.steps()) == [1]
+
+
+def test_a_run_whose_store_was_taken_meanwhile_seals_nothing_there(
+    here, url, monkeypatch
+):
+    write_step(here, 1)
+    copies = Copies(url, lambda config: True)
+    put = copies._fs.put_file
+
+    def put_file(source, target, **options):
+        put(source, target, **options)
+        if target.endswith("state/d/1"):
+            copies._fs.pipe_file(copies._identity, integrity.identity_file("cafe"))
+
+    monkeypatch.setattr(copies._fs, "put_file", put_file)
+    with pytest.raises(Foreign, match=r"another run \(cafe\)"):
+        copies.copy(here, 1)
+    assert copies.whole_steps() == []
+
+
+# --- what cannot be read --------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """The URL of a store on a disk, with a whole step of a run that is lost."""
+    lost = tmp_path / "lost"
+    lost.mkdir()
+    integrity.identity(lost, create=True, own="f00d")
+    write_step(lost, 4)
+    Copies(name := f"file://{tmp_path}/store").copy(lost, 4)
+    return name
+
+
+def test_a_file_in_the_place_of_the_store_s_steps_begins_no_new_run(tmp_path, disk):
+    shutil.rmtree(tmp_path / "store" / "checkpoints")
+    (tmp_path / "store" / "checkpoints").write_text("")
+    with pytest.raises(
+        CheckpointError, match=r"cannot be read .*--config.checkpoint.copy_to=$"
+    ) as caught:
+        run(tmp_path / "run", **{"checkpoint.copy_to": disk})
+    assert caught.value.exit_code == 77
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "store").write_text("")
+    with pytest.raises(Unreadable, match="Not a directory"):
+        fetch_newest(Copies(disk), tmp_path / "fetched")
+
+
+@pytest.mark.parametrize("part", ["checkpoints", "checkpoints/4"])
+def test_a_folder_of_the_store_that_is_refused_begins_no_new_run(
+    tmp_path, disk, monkeypatch, part
+):
+    """Of a half-listed store an older step would be taken, or none."""
+    copies = Copies(disk)
+    listed = copies._fs.ls
+
+    def ls(path, **options):
+        if path.endswith(part):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return listed(path, **options)
+
+    monkeypatch.setattr(copies._fs, "ls", ls)
+    with pytest.raises(Unreadable, match="cannot be read .PermissionError"):
+        fetch_newest(copies, tmp_path / "fetched")
+    monkeypatch.undo()
+    assert fetch_newest(copies, tmp_path / "fetched")[0] == 4
+
+
+def test_a_step_of_another_config_is_refused_before_its_arrays_are_fetched(
+    tmp_path, url, monkeypatch
+):
+    steps = {"train.steps": 3, "optimizer.warmup_steps": 1, "checkpoint.copy_to": url}
+    assert run(tmp_path / "run", **steps) == 0
+    fetched, get = [], Copies(url)._fs.get_file
+
+    def get_file(source, target, **options):
+        fetched.append(source.partition("/checkpoints/3/")[2])
+        get(source, target, **options)
+
+    monkeypatch.setattr(Copies(url)._fs, "get_file", get_file)
+    with pytest.raises(ConfigError, match=r"seed: the run in memory://.* has 0, now 7"):
+        run(tmp_path / "other", **steps, seed=7)
+    assert fetched == ["manifest.json", "metadata/metadata"]
+    left = {path.name for path in (tmp_path / "other" / "checkpoints").iterdir()}
+    assert left <= {folders.LOCK}

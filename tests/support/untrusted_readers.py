@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+import urllib.parse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ import numpy as np
 from jaxdist import interop
 from jaxdist.checkpoint import __main__ as checkpoint_command
 from jaxdist.checkpoint import integrity
+from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.folders import CheckpointError, list_steps, read_step
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, annotations, schema, trees
@@ -47,6 +49,7 @@ from jaxdist.data.sources.documents import Document
 from jaxdist.interop import peft
 from jaxdist.interop.families import FAMILIES
 from jaxdist.models import lora, registry
+from jaxdist.operations.copies.copies import Copies
 from jaxdist.operations.launch.run_progress import ProgressReader
 from jaxdist.operations.page import html, status, summary
 from jaxdist.optim.config import OptimizerConfig
@@ -56,12 +59,13 @@ from jaxdist.planner import run_in_workdir, targets
 from jaxdist.planner.compiler import read_entry
 from jaxdist.protocols.model_spec import ModelSpec, describe
 from jaxdist.protocols.param_names import ShardingConfig
-from jaxdist.storage import run_format
+from jaxdist.storage import redact, run_format, untrusted
 from jaxdist.storage.digest import digest
 from jaxdist.telemetry import metrics
 from jaxdist.trainer import (
     compose,
     elastic,
+    reproduce,
     restore,
     run_config,
     validation,
@@ -111,6 +115,7 @@ def readers(run: Path, work: Path) -> dict[str, Reader]:
         | _of_models(work)
         | _of_data(work / "data")
         | _of_flags(work)
+        | _of_stores(run, work / "store")
     )
 
 
@@ -324,6 +329,59 @@ def _of_checkpoints(run: Path) -> dict[str, Reader]:
             lambda file: (command("list"), command("list", "--json")),
         ),
     }
+
+
+def _of_stores(run: Path, store: Path) -> dict[str, Reader]:
+    """Returns readers of a store's files, and of secrets in its URL."""
+    shutil.copytree(run / "checkpoints", store / "checkpoints")
+    identity = store / "checkpoints" / "identity"
+    step = list_steps(store / "checkpoints")[-1]
+    (store / "secret").write_bytes(b"hunter2-%41/+=@:")
+
+    def owned(file: Path) -> object:
+        copies = Copies(f"file://{store}", lambda config: True)
+        own = integrity.read_manifest(run / "checkpoints" / str(step)).run
+        assert copies.is_claimed(own) in (True, False)  # its own steps are there
+        return copies.is_claimed("another run")
+
+    return {
+        "store's identity": Reader([identity], BYTES, owned),
+        "store's manifest": Reader(
+            [store / "checkpoints" / str(step) / "manifest.json"],
+            JSON,
+            lambda file: Copies(f"file://{store}").is_claimed("another run"),
+        ),
+        "secret of a URL": Reader([store / "secret"], BYTES, _hide_secret),
+    }
+
+
+def _hide_secret(file: Path) -> object:
+    """Asserts that no text about a URL has the secret in a file."""
+    try:
+        content = untrusted.read_bytes(file, max_bytes=1 << 20)
+    except (FileNotFoundError, untrusted.Malformed) as error:
+        raise ConfigError(str(error)) from error
+    for safe in ("", "/+:@"):
+        secret = urllib.parse.quote(content[:1000], safe=safe)
+        if len(secret) < 8 or "/@" in secret:
+            continue
+        url = f"memory://me:x{secret}@host/run?sig={secret}&b=1"
+        copies = Copies(url)
+        words = reproduce.without_secrets([f"--config.checkpoint.copy_to={url}"])
+        texts = [
+            copies.url,
+            copies.text(OSError(f"{url} and {copies._root}: no {secret}")),
+            *CheckpointConfig(copy_to=url, folder="gs://b/r").faults(),
+            *words,
+            repr(redact.redacted({"a": [url, (url,)]})),
+        ]
+        try:
+            Copies(f"no{url}")
+        except ConfigError as error:
+            texts.append(str(error))
+        for text in texts:
+            assert secret not in text, text[:200]
+    return None
 
 
 def _restoring(run: Path) -> Callable[[Path], object]:

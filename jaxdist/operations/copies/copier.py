@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxdist.checkpoint import folders, integrity
-from jaxdist.checkpoint.folders import MANIFEST, CheckpointError, error_text
+from jaxdist.checkpoint.folders import MANIFEST, CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.operations.copies.copies import Abandoned, Copies
 
@@ -44,7 +44,8 @@ class Copier:
           store: manager of the run's checkpoints.
           extra_files: files that are copied with each step.
         """
-        self.url = copies.url
+        self.url = copies.url  # without secrets
+        self._first = copies
         self._store = store
         self._extra_files = extra_files
         self._results = queue.SimpleQueue[CopyResult]()
@@ -67,7 +68,7 @@ class Copier:
             self._idle = False
             self._state.notify_all()
         if self._copies is None:
-            self._start_thread(Copies(self.url))
+            self._start_thread(self._first.renewed())
         if self._copies is None:
             error = f"{len(self._threads)} calls of the store have not returned"
             self._report(None, self._store.last_sealed, error, time.monotonic(), 0)
@@ -118,7 +119,7 @@ class Copier:
         with self._state:
             self._requested = True
             self._idle = False
-        self._start_thread(Copies(self.url))
+        self._start_thread(copies.renewed())
 
     def _start_thread(self, copies: Copies) -> None:
         """Starts a thread that uses the client, unless too many threads are stuck."""
@@ -171,7 +172,7 @@ class Copier:
             if not failed:
                 self._expire(copies)
         except Exception as error:  # an error of the store's client, or of the disk
-            self._report(copies, max(local, default=0), error_text(error), began, 0)
+            self._report(copies, max(local, default=0), copies.text(error), began, 0)
         finally:
             if not copies.abandoned:
                 self._store.held = frozenset()
@@ -184,7 +185,7 @@ class Copier:
         """
         stored = copies.steps()
         # Checked after the listing: a run claims the store before it writes a step.
-        copies.is_claimed(self._store.folder)
+        copies.is_claimed(self._store.run)
         return stored
 
     def _missing_steps(self, failed: set[int]) -> list[int]:
@@ -229,7 +230,7 @@ class Copier:
             if isinstance(error, CheckpointError) and not is_sound:
                 self._known.add(key)
             if not folders.is_deleted(self._store.folder, step):
-                self._report(copies, step, error_text(error), began, 0)
+                self._report(copies, step, copies.text(error), began, 0)
 
     def _expire(self, copies: Copies) -> None:
         """Deletes steps of the store that the config does not keep or a rollback undid.

@@ -1,14 +1,34 @@
 """Callback that copies the checkpoints of a run to a store while it trains."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from jaxdist.config import ConfigError
 from jaxdist.distributed import coordination
 from jaxdist.operations.copies import step_copies
 from jaxdist.operations.copies.copier import Copier
+from jaxdist.operations.copies.copies import Accept
+from jaxdist.storage import redact
 from jaxdist.trainer import workdir
 from jaxdist.trainer.callbacks import Callback, Run, RunEnd, StepView
+from jaxdist.trainer.run_config import RunConfig
+
+
+def _accept(config: RunConfig) -> Accept:
+    """Makes the check of a copy's metadata, before the copy is fetched."""
+    shown = redact.without_secrets(config.checkpoint.copy_to)
+
+    def accept(metadata: Mapping[str, Any]) -> None:
+        workdir.check_stored_config(
+            metadata,
+            config,
+            shown,
+            fix="put it back, or start a new run with another checkpoint.copy_to",
+        )
+
+    return accept
 
 
 class CheckpointCopies(Callback):
@@ -26,6 +46,19 @@ class CheckpointCopies(Callback):
         self._run: Run | None = None
         self._copier: Copier | None = None
 
+    def on_check(self, config: RunConfig) -> None:
+        """Checks that the store's URL is whole.
+
+        Raises:
+          ConfigError: the URL comes from a stored config, which has no secrets.
+        """
+        url = config.checkpoint.copy_to
+        if redact.is_redacted(url):
+            raise ConfigError(
+                f"checkpoint.copy_to={url}: config.json does not store the secrets of a URL. Give the "
+                f"URL again, --config.checkpoint.copy_to=URL, or empty for no copies"
+            )
+
     def on_open(self, run: Run) -> None:
         """Fetches the store's newest sound step if local steps are older."""
         if jax.process_index() == 0:
@@ -34,6 +67,7 @@ class CheckpointCopies(Callback):
                 folder=run.folder,
                 place=workdir.checkpoints_folder(run.folder, run.config),
                 say=run.say,
+                accept=_accept(run.config),
             )
 
     def on_start(self, run: Run) -> None:
@@ -50,7 +84,7 @@ class CheckpointCopies(Callback):
         assert run is not None
         if self._copier is None:
             self._copier = step_copies.copier(
-                run.config.checkpoint, run.folder, run.store
+                run.config.checkpoint, run.folder, run.store, _accept(run.config)
             )
 
     def on_step(self, view: StepView) -> None:

@@ -16,11 +16,18 @@ from jaxdist.checkpoint.folders import CheckpointError, error_text
 from jaxdist.checkpoint.manager import CheckpointManager, Fetch
 from jaxdist.config import ConfigError, extras
 from jaxdist.operations.copies.copier import Copier
-from jaxdist.operations.copies.copies import Copies, fetch_newest
-from jaxdist.storage import lock
+from jaxdist.operations.copies.copies import (
+    Accept,
+    Copies,
+    Fits,
+    Foreign,
+    Unreadable,
+    fetch_newest,
+)
+from jaxdist.storage import lock, redact, run_format, untrusted
 from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.telemetry.units import gib_text
-from jaxdist.trainer import workdir
+from jaxdist.trainer import run_metadata, workdir
 
 _EXTRA_FILES = (workdir.CONFIG, workdir.RUN)  # copied with each step
 _POLL_S = 0.1  # seconds between two checks of a call's progress
@@ -31,6 +38,7 @@ def fetch_missing(
     folder: Path,
     place: Path,
     say: Callable[[str], object],
+    accept: Accept | None = None,
 ) -> None:
     """Fetches the newest sound step from `checkpoint.copy_to` if the run lacks it.
 
@@ -43,11 +51,14 @@ def fetch_missing(
       folder: folder of the run.
       place: folder of the run's checkpoints.
       say: prints a line of progress.
+      accept: checks the metadata of a step that is fetched because there is no local
+        one. It raises a ConfigError if the run cannot resume from the step.
 
     Raises:
       ConfigError: the store is unknown, or is `place` itself; the disk cannot be
-        written; or, without a local step, the store does not answer or has only damaged
-        steps.
+        written; or, without a local step, the store does not answer, has only damaged
+        steps, or is another run's.
+      Unreadable: without a local step, the store's steps cannot be listed or read.
     """
     if not config.copy_to:
         return
@@ -58,7 +69,7 @@ def fetch_missing(
             )
         except CheckpointError:  # another run's folder: its opening reports that
             return
-        copies = Copies(config.copy_to)
+        copies = Copies(config.copy_to, config_test(accept))
         if copies.is_at(place):
             raise ConfigError(
                 f"checkpoint.copy_to={copies.url} holds the run's own checkpoints; give another place"
@@ -78,11 +89,17 @@ def fetch_missing(
                 run=run,
                 wanted=lambda step: not copies.is_undone(place, step),
                 say=say,
+                accept=accept,
             )
     except lock.Locked:  # the opening of the folder reports who holds it
         return
     except (extras.MissingExtra, integrity.OtherVersion) as error:
-        raise ConfigError(f"checkpoint.copy_to={config.copy_to}: {error}") from error
+        shown = redact.without_secrets(config.copy_to)
+        raise ConfigError(f"checkpoint.copy_to={shown}: {error}") from error
+    except Foreign as error:
+        raise ConfigError(f"checkpoint.copy_to: {error}") from error
+    except Unreadable:
+        raise
     except CheckpointError as error:
         _write_events(folder, copies.url, _copy_reasons(copies.url, error.steps))
         raise ConfigError(
@@ -97,6 +114,22 @@ def fetch_missing(
         say(
             f"fetched step {step} from {copies.url} ({gib_text(size)}): there was none in {place}"
         )
+
+
+def config_test(accept: Accept | None) -> Fits:
+    """Makes the test whether a config.json is one that a run can resume from."""
+
+    def fits(content: bytes) -> bool:
+        if accept is None:
+            return False
+        try:
+            document = untrusted.parse_json(content, dict)
+            accept({run_metadata.CONFIG: run_format.unmarked(document, "")})
+        except (ConfigError, untrusted.Malformed):
+            return False
+        return True
+
+    return fits
 
 
 @contextlib.contextmanager
@@ -167,7 +200,7 @@ class _Fetcher:
         self._place = place
         self._run = run
         self._say = say
-        self._url = config.copy_to
+        self._url = redact.without_secrets(config.copy_to)  # for messages
         self._has_failed = False
         self._tried: set[int] = set()
 
@@ -224,7 +257,8 @@ class _Fetcher:
                     return step
         except Exception as error:  # an error of the store's client, or of the disk
             self._has_failed = True
-            self._say(f"nothing is fetched from {self._url}: {error_text(error)}")
+            reason = error_text(error, self._config.copy_to)
+            self._say(f"nothing is fetched from {self._url}: {reason}")
         return 0
 
     def _fetch(self, step: int, why: str) -> bool:
@@ -241,7 +275,7 @@ class _Fetcher:
             _write_events(self._folder, self._url, bad)
             self._say(f"checkpoint {step} cannot be used: {bad[step]}")
             return False
-        Copies(self._url).place(source, self._place)
+        Copies(self._config.copy_to).place(source, self._place)
         _write_events(self._folder, self._url, {}, step, size)
         self._say(f"fetched step {step} from {self._url} ({gib_text(size)}): {why}")
         return True
@@ -261,7 +295,7 @@ class _Fetcher:
             `checkpoint.timeout_s`.
           Exception: an error of the call.
         """
-        copies = Copies(self._url)
+        copies = Copies(self._config.copy_to)
         outcome: futures.Future[Any] = futures.Future()
 
         def work() -> None:
@@ -297,9 +331,18 @@ def fetcher(
 
 
 def copier(
-    config: CheckpointConfig, folder: Path, store: CheckpointManager
+    config: CheckpointConfig,
+    folder: Path,
+    store: CheckpointManager,
+    accept: Accept | None = None,
 ) -> Copier | None:
     """Starts to copy the steps of `store` on process 0.
+
+    Args:
+      config: its `copy_to` is the store.
+      folder: folder of the run.
+      store: manager of the run's checkpoints.
+      accept: raises a ConfigError if a step's metadata is not that of this run.
 
     Returns:
       The copier; None on other processes, and if nothing is to be copied.
@@ -307,4 +350,5 @@ def copier(
     if not config.copy_to or jax.process_index():
         return None
     extra_files = [folder / name for name in _EXTRA_FILES]
-    return Copier(Copies(config.copy_to), store, extra_files)
+    copies = Copies(config.copy_to, config_test(accept))
+    return Copier(copies, store, extra_files)
