@@ -15,9 +15,7 @@ from jaxdist import ConfigError, default_config
 def get_config(method=None):
     config = default_config()
     config.init.required = True
-    # train.epochs = 1 goes here, in place of the steps: one epoch of the user's data
-    config.train.steps = 1000
-    config.train.eval_every = 100
+    config.train.epochs = 1.0  # of the user's data
     config.batch.global_size, config.batch.sequence_length = 16, 512
     config.precision.compute = "bfloat16"
     config.data.packing = "documents"  # no row mixes texts, or examples of chats
