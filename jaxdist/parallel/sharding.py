@@ -123,12 +123,12 @@ class Rules:
         axes["residual"] = SEQUENCE_AXES
         if self.sequence_parallel:
             axes["residual"] = (*SEQUENCE_AXES, "tensor")
+        known = list(dict.fromkeys([*map(str, axes), *DIM_NAMES]))
         for name in names:
-            if name not in axes and name not in (None, *DIM_NAMES):
-                known = ", ".join(dict.fromkeys((*axes, *DIM_NAMES)))
-                hint = suggest(str(name), (*axes, *DIM_NAMES))
+            if name is not None and name not in known:
                 raise ConfigError(
-                    f"shard: no dim of an activation is called {name!r}.{hint} There are: {known}"
+                    f"shard: no dim of an activation is called {name!r}."
+                    f"{suggest(name, known)} There are: {', '.join(known)}"
                 )
         entries = [
             self._entry(axes.get(name, ()), dim, partly=True)
