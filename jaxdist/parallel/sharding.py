@@ -49,7 +49,7 @@ class Rules:
     shards: tuple[str, ...] = PARAMETER_SHARDS  # axes that split stored parameters
 
     def inside(self, axes: Sequence[str]) -> Rules:
-        """Makes the rules inside a region that is manual over mesh axes.
+        """Returns the rules inside a region that is manual over mesh axes.
 
         Every array is a device's part there, so these axes have size 1.
         """
@@ -123,12 +123,12 @@ class Rules:
         axes["residual"] = SEQUENCE_AXES
         if self.sequence_parallel:
             axes["residual"] = (*SEQUENCE_AXES, "tensor")
-        known = dict.fromkeys(name for name in (*axes, *DIM_NAMES) if name is not None)
+        known = list(dict.fromkeys([*map(str, axes), *DIM_NAMES]))
         for name in names:
             if name is not None and name not in known:
                 raise ConfigError(
                     f"shard: no dim of an activation is called {name!r}."
-                    f"{suggest(str(name), known)} There are: {', '.join(known)}"
+                    f"{suggest(name, known)} There are: {', '.join(known)}"
                 )
         entries = [
             self._entry(axes.get(name, ()), dim, partly=True)
