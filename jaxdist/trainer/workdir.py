@@ -347,7 +347,9 @@ def check_stored_config(
             f"{change.path}: the run in {place} has {_shown(change.old)}, "
             f"now {_shown(change.new)}; {fix}"
         )
-    if changed and all(path.startswith("optimizer.") for path in changed):
+    is_command = config.model["target"] != registry.USER_TARGET
+    of_optimizer = all(path.startswith("optimizer.") for path in changed)
+    if changed and of_optimizer and is_command:
         command = _branch_command(folder or place, source, changed | free, config)
         faults.append(f"the command that branches, with its data from 0: {command}")
     if faults:
@@ -370,6 +372,11 @@ def _branch_command(
       config: the config with these values.
     """
     values = {**changed, "init.from_run": source}
+    # The config.json names this code, which only the command line can trust.
+    if not config.model["target"].startswith("jaxdist."):
+        values["model.target"] = config.model["target"]
+    if any(":" in name for name in config.train.loggers):
+        values["train.loggers"] = config.train.loggers
     if not _OF_OPTIMIZER_STATE & changed.keys():
         values["init.optimizer"] = True
     if config.init.from_huggingface:
