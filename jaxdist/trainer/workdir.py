@@ -425,7 +425,8 @@ def check_stored_config(
     if len(faults) > _MOST_CHANGES:
         raise ConfigError(_another_run(list(changed), config, place, at=at, fix=fix))
     is_of_optimizer = all(path.startswith("optimizer.") for path in changed)
-    if changed and is_of_optimizer and not fix:
+    is_command = config.model["target"] != registry.USER_TARGET and not fix
+    if changed and is_of_optimizer and is_command:
         workdir = folder or Path(place)
         command = _branch_command(workdir, source, changed | free, config)
         faults.append(f"the command that branches, with its data from 0: {command}")
@@ -477,6 +478,11 @@ def _branch_command(
       config: the config with these values.
     """
     values = {**changed, "init.from_run": source}
+    # The config.json names this code, which only the command line can trust.
+    if not config.model["target"].startswith("jaxdist."):
+        values["model.target"] = config.model["target"]
+    if any(":" in name for name in config.train.loggers):
+        values["train.loggers"] = config.train.loggers
     if not _OF_OPTIMIZER_STATE & changed.keys():
         values["init.optimizer"] = True
     if config.init.from_huggingface:

@@ -1,5 +1,6 @@
 """RunConfig: parsing, what may change on resume, batch arithmetic, what a step gets."""
 
+import shlex
 from pathlib import Path
 
 import jax
@@ -211,6 +212,40 @@ def test_a_warm_up_that_is_not_set_is_the_runs():
             check(stored, ["--config.optimizer.warmup_steps=30"], **more)
     with pytest.raises(ConfigError, match="the checkpoint's schedule is damaged"):
         check(none, none, schedule={"warmup_steps": None})
+
+
+def branch_of(changed: list[str]) -> list[str]:
+    """Returns the words of the command that a refusal shows; [] if there is none."""
+    stored = schema.to_config_dict(parse("--config", "quickstart")).to_dict()
+    progress = {"step": 8, "tokens_seen": 0}
+    now = parse("--config", "quickstart", *changed)
+    with pytest.raises(ConfigError) as caught:
+        workdir.check_stored_config(
+            {"config": stored, "progress": progress}, now, Path("gs://a/b"), Path("w")
+        )
+    last = caught.value.faults[-1]
+    if not last.startswith("the command that branches"):
+        return []
+    return shlex.split(last.partition(": ")[2])
+
+
+def test_the_command_that_branches_fits_what_has_changed():
+    rate = "--config.optimizer.learning_rate=0.5"
+    start = ["jaxdist", "train", "--config", "w/config.json", "--workdir", "w-branch"]
+    source = "--config.init.from_run=gs:/a/b@8"
+    assert branch_of([rate]) == [
+        *start,
+        rate,
+        source,
+        "--config.init.optimizer=true",
+    ]
+    # another optimizer has another state
+    name = "--config.optimizer.name=lion"
+    assert branch_of([name]) == [*start, name, source]
+    folder = "--config.checkpoint.folder=gs://a/b"
+    assert "--config.checkpoint.folder=gs://a/b-branch" in branch_of([rate, folder])
+    # weights of another model do not fit
+    assert branch_of([rate, "--config.model.d_ff=8"]) == []
 
 
 def test_an_option_that_a_model_has_gained_is_a_change_if_it_is_set(
