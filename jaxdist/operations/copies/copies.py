@@ -226,8 +226,7 @@ class Copies:
 
         def read() -> bytes:
             if isinstance(self._fs, LocalFileSystem):
-                with untrusted.open_regular(Path(path)) as file:
-                    return file.read(limit + 1)
+                return _read_local(Path(path), limit + 1)
             try:
                 content: bytes = self._fs.cat_file(path, start=0, end=limit + 1)
                 return content
@@ -568,6 +567,22 @@ def _is_step(name: str) -> bool:
 def _size(manifest: integrity.Manifest) -> int:
     """Adds up the bytes of a step's files."""
     return sum(size for size, _ in manifest.files.values())
+
+
+def _read_local(file: Path, limit: int) -> bytes:
+    """Reads the first bytes of a file on a disk, without waiting for a pipe.
+
+    Raises:
+      OSError: the file is absent, or the disk fails.
+      Malformed: no regular file has the place.
+    """
+    try:
+        with untrusted.open_regular(file) as opened:
+            return opened.read(limit)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise untrusted.Malformed("a link to itself") from error
+        raise
 
 
 def _check_digest(file: Path, digest: str) -> None:

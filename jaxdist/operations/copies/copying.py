@@ -1,6 +1,6 @@
 """Callback that copies the checkpoints of a run to a store while it trains."""
 
-from collections.abc import Mapping
+import functools
 from typing import Any
 
 import jax
@@ -13,22 +13,16 @@ from jaxdist.operations.copies.copies import Accept
 from jaxdist.storage import redact
 from jaxdist.trainer import workdir
 from jaxdist.trainer.callbacks import Callback, Run, RunEnd, StepView
-from jaxdist.trainer.run_config import RunConfig
 
 
-def _accept(config: RunConfig) -> Accept:
+def _accept(run: Run) -> Accept:
     """Makes the check of a copy's metadata, before the copy is fetched."""
-    shown = redact.without_secrets(config.checkpoint.copy_to)
-
-    def accept(metadata: Mapping[str, Any]) -> None:
-        workdir.check_stored_config(
-            metadata,
-            config,
-            shown,
-            fix="put it back, or start a new run with another checkpoint.copy_to",
-        )
-
-    return accept
+    return functools.partial(
+        workdir.check_stored_config,
+        config=run.config,
+        place=redact.without_secrets(run.config.checkpoint.copy_to),
+        fix="put it back, or start a new run with another checkpoint.copy_to",
+    )
 
 
 class CheckpointCopies(Callback):
@@ -46,7 +40,7 @@ class CheckpointCopies(Callback):
         self._run: Run | None = None
         self._copier: Copier | None = None
 
-    def on_check(self, config: RunConfig) -> None:
+    def on_check(self, config: Any) -> None:
         """Checks that the store's URL is whole.
 
         Raises:
@@ -67,7 +61,7 @@ class CheckpointCopies(Callback):
                 folder=run.folder,
                 place=workdir.checkpoints_folder(run.folder, run.config),
                 say=run.say,
-                accept=_accept(run.config),
+                accept=_accept(run),
             )
 
     def on_start(self, run: Run) -> None:
@@ -84,7 +78,7 @@ class CheckpointCopies(Callback):
         assert run is not None
         if self._copier is None:
             self._copier = step_copies.copier(
-                run.config.checkpoint, run.folder, run.store, _accept(run.config)
+                run.config.checkpoint, run.folder, run.store, _accept(run)
             )
 
     def on_step(self, view: StepView) -> None:
