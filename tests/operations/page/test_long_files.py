@@ -14,6 +14,7 @@ import pytest
 from jaxdist import report, status
 from jaxdist.operations.launch.run_progress import ProgressReader
 from jaxdist.operations.page import event_log, row_sample, summary
+from jaxdist.operations.page import status as page_status
 from jaxdist.operations.page.event_log import EventLog
 from jaxdist.operations.page.row_sample import RowSample
 from jaxdist.storage import run_format, untrusted
@@ -193,7 +194,7 @@ def test_status_and_a_resume_look_at_few_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(
         untrusted, "parse_json", lambda *given: parsed.append(given) or parse(*given)
     )
-    assert status.read_status(folder).document()["starts"] == 30
+    assert page_status.read_status(folder).document()["starts"] == 30
     num_of_status = len(parsed)
     parsed.clear()
     assert elastic.full_devices(ENVIRON, folder, per_process=1) == 8
