@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ValueError,
         TypeError,
     ) as error:
-        print(f"error: {error}", file=sys.stderr)
+        config.print_faults(error)
         if isinstance(error, CheckpointError):
             return config.EXIT_NO_CHECKPOINT
         return config.EXIT_CONFIG

@@ -10,6 +10,7 @@ from jaxdist.config import (
     EXIT_CONFIG,
     EXIT_NO_CHECKPOINT,
     ConfigError,
+    print_faults,
     quiet_pipe,
 )
 from jaxdist.config.extras import MissingExtra
@@ -38,8 +39,7 @@ def _code_of_fault(main: Callable[[], int]) -> int:
     try:
         return main()
     except (ConfigError, MissingExtra) as error:
-        for fault in getattr(error, "faults", (str(error),)):
-            print(f"error: {fault}", file=sys.stderr)
+        print_faults(error)
         return EXIT_CONFIG
     except CheckpointError as error:
         print_error(f"error: {error}")

@@ -37,6 +37,7 @@ EVENTS = {
     "grow",
     "stop",
     "spike",
+    "spikes_end",
     "drift",
     "straggler",
     "slow_steps",

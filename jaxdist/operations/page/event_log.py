@@ -101,7 +101,7 @@ class EventLog:
 
 def _brief(event: Row) -> Row:
     """Copies an event without lists and objects, with long texts cut."""
-    brief = {}
+    brief: Row = {}
     for name, value in event.items():
         if isinstance(value, str):
             brief[name] = value[:_MAX_TEXT]
