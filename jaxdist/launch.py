@@ -5,6 +5,11 @@ start it once per node. It needs no jax. Example: `jaxdist launch --processes 2 
 train --config NAME`.
 """
 
+from jaxdist.distributed import stop_signals
+
+if __name__ == "__main__":
+    stop_signals.leave_at_signals()  # before the other imports
+
 import argparse
 import contextlib
 import dataclasses
@@ -14,11 +19,6 @@ import resource
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from jaxdist.distributed import stop_signals
-
-if __name__ == "__main__":
-    stop_signals.leave_at_signals()  # before the other imports
 
 from jaxdist import config
 from jaxdist.config import ConfigError

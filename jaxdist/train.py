@@ -1,5 +1,10 @@
 """Trains the run of a config, or resumes the run that the workdir holds."""
 
+from jaxdist.distributed import stop_signals
+
+if __name__ == "__main__":
+    stop_signals.leave_at_signals()  # the imports below take seconds
+
 import contextlib
 import gc
 import os
@@ -7,10 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxdist.distributed import stop_signals
-
 if __name__ == "__main__":
-    stop_signals.leave_at_signals()  # the imports below take seconds
     # Imports leave little garbage, and collecting it takes a tenth of the start.
     gc.disable()
 

@@ -16,10 +16,10 @@ name, module, early, late = sys.argv[1:5]
 sys.argv[1:] = sys.argv[5:]
 load = builtins.__import__
 
-def imported(name, *given):
+def imported(name, *given, **keywords):
     if name == module and int(early):
         os.kill(os.getpid(), int(early))
-    return load(name, *given)
+    return load(name, *given, **keywords)
 
 if int(late):
     atexit.register(os.kill, os.getpid(), int(late))
