@@ -44,7 +44,8 @@ def _run() -> int:
     elif name not in COMMANDS:
         hint = config.suggest(name, COMMANDS)
         print(
-            f"jaxdist {name}: no such command.{hint}\n\n{help_text()}", file=sys.stderr
+            f"error: jaxdist {name}: no such command.{hint}\n\n{help_text()}",
+            file=sys.stderr,
         )
         return config.EXIT_CONFIG
     else:

@@ -5,13 +5,19 @@ start it once per node. It needs no jax. Example: `jaxdist launch --processes 2 
 train --config NAME`.
 """
 
+from jaxdist.distributed import stop_signals
+
+if __name__ == "__main__":
+    stop_signals.leave_at_signals()  # before the other imports
+
 import argparse
 import contextlib
 import dataclasses
 import errno
 import os
+import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxdist import config
@@ -27,6 +33,8 @@ _MINIMA = {
     "min_processes": 1,
     "max_restarts": 0,
 }
+_MAX_PER_CORE = 32  # processes; a group of more would hardly train
+_OWN_FILES = 32  # open files of the agent beside the pipe of each process
 # faults of the machine, which may be gone at the next start
 _TRANSIENT_ERRORS = {
     errno.EAGAIN,
@@ -61,13 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if options.preflight:
             preflight = dataclasses.replace(options, command=_PREFLIGHT, max_restarts=0)
-            code = Supervisor(preflight, agents, say=_print).run()
+            code = Supervisor(preflight, agents, say=_print).run(is_last=False)
             if code:
                 return code
         return Supervisor(options, agents, say=_print).run()
     except (ConfigError, OSError) as error:
-        for fault in getattr(error, "faults", (str(error),)):
-            print(f"error: {fault}", file=sys.stderr)
+        config.print_faults(error)
         if getattr(error, "errno", None) in _TRANSIENT_ERRORS:
             return config.EXIT_PEER_LOST
         return config.EXIT_CONFIG
@@ -94,6 +101,7 @@ def _options(argv: list[str]) -> SupervisorOptions:
         value = getattr(flags, name)
         if value is not None and value < minimum:
             faults.append(f"--{name.replace('_', '-')} {value}: must be >= {minimum}")
+    faults += _size_faults(flags.processes)
     if flags.min_processes is not None and flags.min_processes > flags.processes:
         faults.append(
             f"--min-processes {flags.min_processes}: must be <= --processes {flags.processes}"
@@ -116,6 +124,25 @@ def _options(argv: list[str]) -> SupervisorOptions:
     if faults:
         raise ConfigError(faults)
     return SupervisorOptions(command, **vars(flags))
+
+
+def _size_faults(processes: int) -> Iterator[str]:
+    """Yields why this machine cannot run so many processes."""
+    cores = os.cpu_count() or 1
+    limit = _MAX_PER_CORE * cores
+    if processes > limit:
+        yield (
+            f"--processes {processes}: must be <= {limit}, {_MAX_PER_CORE} for each of "
+            f"this machine's {cores} cores"
+        )
+        return
+    num_files = processes + _OWN_FILES
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if num_files > max_files:
+        yield (
+            f"--processes {processes}: needs {num_files} open files, and the limit is "
+            f"{max_files}. Raise it (ulimit -n {num_files}), or start fewer"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:

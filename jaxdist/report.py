@@ -5,6 +5,7 @@ workdir. Example: `jaxdist report runs/first runs/second --out page.html`.
 """
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,10 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         target.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(target, html.render(runs))
     except config.ConfigError as error:
-        print(error, file=sys.stderr)
+        config.print_faults(error)
         return config.EXIT_CONFIG
     except OSError as error:
-        print(f"report: {error}", file=sys.stderr)
+        if error.errno == errno.ENAMETOOLONG:
+            raise
+        config.print_faults(error)
         return 1
     print(target)
     return 0

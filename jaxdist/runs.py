@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = _parser().parse_args(argv)
         document = runs.table(Path(flags.folder))
     except config.ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        config.print_faults(error)
         return config.EXIT_CONFIG
     print(json.dumps(document, indent=1) if flags.json else runs.as_text(document))
     return 0

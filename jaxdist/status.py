@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         _show(flags)
     except config.ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        config.print_faults(error)
         return config.EXIT_CONFIG
     except KeyboardInterrupt:
         pass

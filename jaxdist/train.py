@@ -1,5 +1,10 @@
 """Trains the run of a config, or resumes the run that the workdir holds."""
 
+from jaxdist.distributed import stop_signals
+
+if __name__ == "__main__":
+    stop_signals.leave_at_signals()  # the imports below take seconds
+
 import contextlib
 import gc
 import os
@@ -15,11 +20,11 @@ import jax
 
 from jaxdist import interop, library
 from jaxdist.config import EXIT_PREEMPTED, extras
+from jaxdist.config.redact import without_secrets
 from jaxdist.data import SourceError
 from jaxdist.distributed import coordination, initialize
 from jaxdist.operations.callbacks import Ledger, Watchdog, command_age_s
 from jaxdist.parallel.remat import FIT
-from jaxdist.storage.redact import without_secrets
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import lively, print_safe
 from jaxdist.trainer import cli, elastic, exit_code

@@ -18,7 +18,6 @@ from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.config import schema
 from jaxdist.config.extras import MissingExtra
 from jaxdist.storage import run_format
-from jaxdist.storage.redact import without_secrets
 from jaxdist.storage.untrusted import Malformed, read_json
 
 Result = tuple[dict[str, Any], int]  # the document that --json prints; the exit code
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ValueError,
         TypeError,
     ) as error:
-        print(f"error: {without_secrets(str(error))}", file=sys.stderr)
+        config.print_faults(error)
         if isinstance(error, CheckpointError):
             return config.EXIT_NO_CHECKPOINT
         return config.EXIT_CONFIG

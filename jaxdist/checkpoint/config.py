@@ -11,7 +11,7 @@ from jaxdist.config.annotations import (
     NonNegativeInt,
     PositiveInt,
 )
-from jaxdist.storage.redact import without_secrets
+from jaxdist.config.redact import without_secrets
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,9 +40,9 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from jaxdist.config import EXIT_NO_CHECKPOINT, ConfigError, extras
+from jaxdist.config.redact import without_secrets
 from jaxdist.storage import atomic, run_format
 from jaxdist.storage.paths import is_local
-from jaxdist.storage.redact import without_secrets
 from jaxdist.storage.untrusted import Malformed, named, of_kind, read_bytes, read_json
 
 STATE_ITEM = "state"

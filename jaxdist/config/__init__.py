@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import difflib
+import errno
 import io
 import os
 import select
@@ -10,11 +11,14 @@ import sys
 import typing
 from collections.abc import Callable, Iterable, Sequence
 
+from jaxdist.config.redact import without_secrets
+
 EXIT_PEER_LOST = 70  # another process failed; this one did nothing wrong
 EXIT_PREEMPTED = 75  # a signal asked to stop; all is saved
 EXIT_HANG = 76  # killed by the watchdog
 EXIT_NO_CHECKPOINT = 77  # a checkpoint is required, and none can be used
 EXIT_CONFIG = 78  # a ConfigError; sysexits.h calls it EX_CONFIG
+EXIT_INTERRUPTED = 130  # Ctrl-C, without a save; 128 + SIGINT
 EXIT_CLOSED_PIPE = 141  # the reader of the output has gone (`| head`); 128 + SIGPIPE
 
 
@@ -33,6 +37,12 @@ class ConfigError(ValueError):
         return "\n".join(self.faults)
 
 
+def print_faults(error: Exception) -> None:
+    """Prints an error to stderr, with a line for each fault of a ConfigError."""
+    for fault in getattr(error, "faults", (str(error),)):
+        print(f"error: {without_secrets(fault)}", file=sys.stderr)
+
+
 def exit_code_of(error: BaseException) -> int:
     """Reads the exit code of a process that ends with an error."""
     code = getattr(error, "exit_code", 1)
@@ -41,17 +51,26 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def quiet_pipe(main: Callable[[], int]) -> int:
-    """Runs a command's main and ends quietly if the reader of its output has gone.
+    """Runs a command's main; ends quietly without a reader of its output, or at Ctrl-C.
+
+    A path with too long a name is a user's error, wherever it is first used.
 
     Returns:
-      The exit code of main, or EXIT_CLOSED_PIPE if main could not write its output.
+      The exit code of main; EXIT_CLOSED_PIPE if main could not write its output.
     """
     try:
         return main()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         if not any(map(_reader_has_gone, _outputs())):
             raise  # another pipe is broken
         return EXIT_CLOSED_PIPE
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return EXIT_CONFIG
     finally:
         for stream in _outputs():
             try:

@@ -1,9 +1,12 @@
 """Signals that ask a run to stop."""
 
+import contextlib
+import os
 import signal
 from collections.abc import Mapping
+from typing import Any
 
-from jaxdist.config import ConfigError
+from jaxdist.config import EXIT_PREEMPTED, ConfigError
 
 # no handler may take the first two; the agent needs the third for its processes
 _RESERVED = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)
@@ -32,3 +35,45 @@ def stop_signals(environ: Mapping[str, str]) -> list[signal.Signals]:
         signals.append(signal.SIGHUP)
     signals += [signal.Signals[name] for name in names]
     return list(dict.fromkeys(signals))
+
+
+# handlers that `leave_at_signals` has replaced, by signal
+_replaced: dict[int, Any] = {}
+
+
+def leave_at_signals() -> None:
+    """Lets signals end this command with 75 until it sets handlers of its own.
+
+    A command calls it before its slow imports. Nothing is unsaved then, and without a
+    handler a signal would end the process like a failure.
+    """
+    with contextlib.suppress(ConfigError):  # an invalid list is reported later
+        for number in stop_signals(os.environ):
+            _replaced[number] = signal.signal(number, _leave)
+
+
+def _leave(number: int, frame: Any) -> None:
+    """Handles a signal before the command is ready: it ends the process."""
+    with contextlib.suppress(OSError):
+        os.write(1, b"asked to stop: nothing is unsaved\n")
+    os._exit(EXIT_PREEMPTED)
+
+
+def replaced_handler(number: int, handler: Any) -> Any:
+    """Returns the handler that a signal had before `leave_at_signals`.
+
+    Args:
+      number: the signal.
+      handler: its handler now; any other than that of `leave_at_signals` is returned.
+    """
+    return _replaced.get(number) if handler is _leave else handler
+
+
+def last_handler(handler: Any) -> Any:
+    """Returns the handler for the end of a command, whose exit code is known.
+
+    Args:
+      handler: the handler that the command has replaced. The one of `leave_at_signals`
+        would end the process with another code, so signals are ignored instead.
+    """
+    return signal.SIG_IGN if handler is _leave else handler

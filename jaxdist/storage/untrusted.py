@@ -9,6 +9,7 @@ each of these is a `Malformed`.
 import json
 import os
 import stat
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -19,6 +20,7 @@ MAX_BYTES = 64 << 20  # bytes of a document; a manifest of 100,000 files has 15 
 # Levels of nested containers. Documents of jaxdist and of other libraries have fewer
 # than ten.
 MAX_DEPTH = 64
+_BLOCK_BYTES = 1 << 18  # bytes of a file of lines that are read at once
 MAX_DIGITS = 40  # digits of an integer; 2**127 has 39
 
 Kind = TypeVar("Kind")
@@ -40,7 +42,9 @@ def parse_json(text: str | bytes, kind: type[Kind]) -> Kind:
         another type.
     """
     try:
-        value = json.loads(text, parse_int=_parse_int)
+        if isinstance(text, bytes):
+            text = text.decode(json.detect_encoding(text), "surrogatepass")
+        value = _DECODER.decode(text)
     except RecursionError:
         raise Malformed(f"nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:  # not UTF-8, or not JSON
@@ -56,12 +60,20 @@ def _parse_int(digits: str) -> int:
     return int(digits)
 
 
+# json.loads would make one for each text
+_DECODER = json.JSONDecoder(parse_int=_parse_int)
+
+
 def _is_deeper(value: Any, depth: int) -> bool:
     """Tests whether containers nest deeper than `depth`, without recursion."""
     level = [value]
     for _ in range(depth + 1):
-        lists = [item for item in level if isinstance(item, list)]
-        lists += [list(item.values()) for item in level if isinstance(item, dict)]
+        lists = []
+        for item in level:
+            if isinstance(item, dict):
+                lists.append(list(item.values()))
+            elif isinstance(item, list):
+                lists.append(item)
         if not lists:
             return False
         level = list(chain.from_iterable(lists))
@@ -149,6 +161,45 @@ def open_regular(path: Path) -> IO[bytes]:
         file.close()
         raise Malformed("no regular file")
     return file
+
+
+def bounded_lines(
+    file: IO[bytes],
+    max_bytes: int,
+    is_wanted: Callable[[bytes], object] | None = None,
+) -> Iterator[bytes | None]:
+    """Yields the lines of a file, without their ends; memory is bounded.
+
+    Args:
+      file: the file.
+      max_bytes: bytes of the longest line; None is yielded in place of a longer one.
+      is_wanted: searches a text of several lines for a wanted one. Texts without one
+        are skipped. Default: all lines are wanted.
+    """
+    rest = b""  # of the last block: the beginning of a line
+    is_too_long = False  # the current line is, and its beginning was dropped
+    while block := file.read(_BLOCK_BYTES):
+        if is_too_long:
+            _, newline, block = block.partition(b"\n")
+            if not newline:
+                continue
+            is_too_long = False
+            yield None
+        whole, newline, beginning = block.rpartition(b"\n")
+        if newline:
+            whole = rest + whole
+            rest = b""
+            if is_wanted is None or is_wanted(whole):
+                for line in whole.split(b"\n"):
+                    yield line if len(line) <= max_bytes else None
+        rest += beginning
+        if len(rest) > max_bytes:
+            rest = b""
+            is_too_long = True
+    if is_too_long:
+        yield None
+    elif rest:
+        yield rest
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -20,7 +20,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from jaxdist.storage.redact import without_secrets
+from jaxdist.config.redact import without_secrets
 from jaxdist.telemetry.notebook import NotebookBlock, output_of_cell
 from jaxdist.telemetry.units import duration_text, field_text
 

@@ -19,17 +19,18 @@ import contextlib
 import json
 import math
 import os
+import re
 import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxdist.config import ConfigError
-from jaxdist.storage import redact, untrusted
+from jaxdist.config import ConfigError, redact
+from jaxdist.storage import untrusted
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -39,7 +40,9 @@ ARRAYS_FILE = "arrays.jsonl"
 # bytes that wait in memory while a file cannot be written; older ones are dropped
 _MAX_UNWRITTEN = 1 << 26
 _LAST_BYTES = 1 << 18  # bytes that `read_last_rows` reads: some hundred rows
-_MAX_FILE_BYTES = 1 << 32  # bytes of the largest file that is read: ten million rows
+# bytes of the longest line that is read; longer ones are no rows
+_MAX_LINE_BYTES = 1 << 20
+_MAX_ARRAYS_BYTES = 1 << 23  # of arrays.jsonl: some arrays of 65,536 numbers
 _END_OF_TIME_S = 253_402_300_800  # the year 10,000, which no calendar shows
 
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -214,8 +217,14 @@ def read_rows(path: str | os.PathLike[str]) -> MetricRows:
     Args:
       path: the file, or the workdir that holds it. No file means no rows.
     """
-    rows, unreadable = _read_lines(Path(path), METRICS_FILE, _is_metrics)
-    train, evaluation = _last_of_steps(rows)
+    unreadable = 0
+    train: dict[int, Row] = {}
+    evaluation: dict[int, Row] = {}
+    for line in iter_rows(path):
+        if line.row is None:
+            unreadable += 1
+        else:
+            _keep_last(line.row, train, evaluation)
     return MetricRows(
         train=[row for _, row in sorted(train.items())],
         evaluation=[row for _, row in sorted(evaluation.items())],
@@ -228,64 +237,94 @@ def read_last_rows(path: str | os.PathLike[str]) -> MetricRows:
 
     The rows are in the order in which they were written: the last one is the newest.
     """
-    rows, _ = _read_lines(Path(path), METRICS_FILE, _is_metrics, max_bytes=_LAST_BYTES)
-    train, evaluation = _last_of_steps(rows)
+    train: dict[int, Row] = {}
+    evaluation: dict[int, Row] = {}
+    for row in _read_last(path, METRICS_FILE, _is_metrics):
+        _keep_last(row, train, evaluation)
     return MetricRows(list(train.values()), list(evaluation.values()))
 
 
-def read_arrays(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
-    """Reads the rows of an arrays.jsonl, sorted by step.
+def _keep_last(row: Row, train: dict[int, Row], evaluation: dict[int, Row]) -> None:
+    """Adds a row to those by step, in the order in which rows were written.
+
+    Args:
+      row: the row, which replaces an earlier one of its step.
+      train: training rows by step.
+      evaluation: evaluation rows by step.
+    """
+    step = row["step"]
+    if EXTENDED in row:
+        for rows_by_step in (train, evaluation):
+            for later in [n for n in rows_by_step if n > step]:
+                del rows_by_step[later]
+        return
+    rows_by_step = evaluation if "eval_loss" in row else train
+    rows_by_step.pop(step, None)
+    rows_by_step[step] = row
+
+
+class Line(NamedTuple):
+    """Line of a file of rows."""
+
+    row: Row | None  # None: the line is no row
+    num_bytes: int
+
+
+def iter_rows(path: str | os.PathLike[str]) -> Iterator[Line]:
+    """Yields the lines of a metrics.jsonl (or of a workdir's), in file order.
+
+    Memory is bounded, however long the file and its lines are.
+    """
+    return _iter_lines(path, METRICS_FILE, _is_metrics)
+
+
+def iter_arrays(path: str | os.PathLike[str]) -> Iterator[Line]:
+    """Yields the lines of an arrays.jsonl (or of a workdir's), in file order.
 
     A run that goes back writes its steps again. A row therefore replaces all earlier
     rows from its step on.
+    """
+    return _iter_lines(path, ARRAYS_FILE, _is_metrics, max_bytes=_MAX_ARRAYS_BYTES)
+
+
+def iter_events(
+    path: str | os.PathLike[str], names: Sequence[str] = ()
+) -> Iterator[Line]:
+    """Yields the lines of an events.jsonl (or of a workdir's), in file order.
+
+    An event has `time`, `event` and `step`.
 
     Args:
       path: the file, or the workdir that holds it.
-
-    Returns:
-      The rows, and the number of lines that are no row.
+      names: names of the events to read; () = all. Other events are skipped, most of
+        them without a look at their JSON.
     """
-    rows, unreadable = _read_lines(Path(path), ARRAYS_FILE, _is_metrics)
-    kept: list[Row] = []
-    for row in rows:
-        while kept and kept[-1]["step"] >= row["step"]:
-            kept.pop()
-        kept.append(row)
-    return kept, unreadable
+    if not names:
+        return _iter_lines(path, EVENTS_FILE, _is_event)
+    pattern = re.compile(rb'"event":\s*"(%s)"' % "|".join(names).encode())
+    return _iter_lines(
+        path,
+        EVENTS_FILE,
+        lambda row: _is_event(row) and row["event"] in names,
+        is_wanted=pattern.search,
+    )
 
 
-def _last_of_steps(rows: list[Row]) -> tuple[dict[int, Row], dict[int, Row]]:
-    """Finds the last row of each step, in file order: (training, evaluation) rows."""
-    train: dict[int, Row] = {}
-    evaluation: dict[int, Row] = {}
-    for row in rows:
-        step = row["step"]
-        if EXTENDED in row:
-            for rows_by_step in (train, evaluation):
-                for later in [n for n in rows_by_step if n > step]:
-                    del rows_by_step[later]
-            continue
-        rows_by_step = evaluation if "eval_loss" in row else train
-        rows_by_step.pop(step, None)
-        rows_by_step[step] = row
-    return train, evaluation
+def read_events(path: str | os.PathLike[str]) -> list[Row]:
+    """Reads the events of an events.jsonl (or of a workdir's), in file order.
+
+    All are held in memory; `iter_events` holds one.
+    """
+    return [line.row for line in iter_events(path) if line.row is not None]
+
+
+def read_last_events(path: str | os.PathLike[str]) -> list[Row]:
+    """Reads only the end of an events.jsonl, in file order."""
+    return _read_last(path, EVENTS_FILE, _is_event)
 
 
 def _is_metrics(row: Row) -> bool:
     return untrusted.is_count(row.get("step"))
-
-
-def read_events(path: str | os.PathLike[str]) -> list[Row]:
-    """Reads the events of an events.jsonl (or of a workdir's), in file order."""
-    return scan_events(path)[0]
-
-
-def scan_events(path: str | os.PathLike[str]) -> tuple[list[Row], int]:
-    """Reads events like `read_events`, and counts the lines that are no event.
-
-    An event has `time`, `event` and `step`.
-    """
-    return _read_lines(Path(path), EVENTS_FILE, _is_event)
 
 
 def _is_event(row: Row) -> bool:
@@ -401,41 +440,66 @@ def _open_append(path: Path) -> int:
     return descriptor
 
 
-def _read_lines(
-    path: Path, name: str, is_row: Callable[[Row], bool], *, max_bytes: int = 0
-) -> tuple[list[Row], int]:
-    """Reads the rows of a file, and counts the lines that are no row.
+def _iter_lines(
+    path: str | os.PathLike[str],
+    name: str,
+    is_row: Callable[[Row], bool],
+    *,
+    max_bytes: int = _MAX_LINE_BYTES,
+    is_wanted: Callable[[bytes], object] | None = None,
+) -> Iterator[Line]:
+    """Yields the lines of a file; blank ones are skipped.
 
     Args:
       path: the file, or the folder that holds it.
       name: name of the file in a folder.
       is_row: accepts the JSON object of a line.
-      max_bytes: number of bytes to read from the file's end; 0 = the whole file.
+      max_bytes: bytes of the longest line that is read.
+      is_wanted: searches a text for a wanted line; lines without one are skipped.
+        Default: all lines are parsed.
     """
-    if path.is_dir():
-        path = path / name
     try:
-        if max_bytes:
-            content = _read_end(path, max_bytes)
-        else:
-            content = untrusted.read_bytes(path, max_bytes=_MAX_FILE_BYTES)
+        with untrusted.open_regular(_file_of(path, name)) as file:
+            for line in untrusted.bounded_lines(file, max_bytes, is_wanted):
+                if line is None:
+                    yield Line(None, max_bytes)
+                elif (is_wanted is None or is_wanted(line)) and line.strip():
+                    yield Line(_parse(line, is_row), len(line))
     except FileNotFoundError:
-        return [], 0
+        return
     except (OSError, untrusted.Malformed):
-        return [], 1
-    lines = [line for line in content.splitlines() if line.strip()]
-    rows: list[Row] = []
-    for line in lines:
-        try:
-            row: Row = untrusted.parse_json(line, dict)
-        except untrusted.Malformed:  # a torn line, or bytes that are no text
-            continue
+        yield Line(None, 0)
+
+
+def _parse(line: bytes, is_row: Callable[[Row], bool]) -> Row | None:
+    """Parses a line; None if it is no row, such as a torn line."""
+    try:
+        row: Row = untrusted.parse_json(line, dict)
+    except untrusted.Malformed:
+        return None
+    if b'NaN"' in line or b'Infinity"' in line:
         for key, value in row.items():
             if isinstance(value, str):
                 row[key] = _NONFINITE.get(value, value)
-        if is_row(row):
-            rows.append(row)
-    return rows, len(lines) - len(rows)
+    return row if is_row(row) else None
+
+
+def _read_last(
+    path: str | os.PathLike[str], name: str, is_row: Callable[[Row], bool]
+) -> list[Row]:
+    """Reads the rows within the last bytes of a file; [] if it cannot be read."""
+    try:
+        content = _read_end(_file_of(path, name), _LAST_BYTES)
+    except (OSError, untrusted.Malformed):
+        return []
+    rows = [_parse(line, is_row) for line in content.split(b"\n")]
+    return [row for row in rows if row is not None]
+
+
+def _file_of(path: str | os.PathLike[str], name: str) -> Path:
+    """Returns the file of this name in a folder, or the path itself if it is none."""
+    path = Path(path)
+    return path / name if path.is_dir() else path
 
 
 def _read_end(path: Path, max_bytes: int) -> bytes:

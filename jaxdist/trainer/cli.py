@@ -23,12 +23,12 @@ from jaxdist.config import (
     schema,
     suggest,
 )
+from jaxdist.config.redact import without_secrets
 from jaxdist.distributed import initialize
 from jaxdist.models import registry
 from jaxdist.parallel.axes import AXES
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.storage import run_format
-from jaxdist.storage.redact import without_secrets
 from jaxdist.trainer import (
     fine_tuning,
     initial_weights,

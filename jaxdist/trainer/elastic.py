@@ -29,7 +29,7 @@ from jaxdist.parallel.axes import (
     REST_AXIS,
     divisors,
 )
-from jaxdist.telemetry.metrics import read_events
+from jaxdist.telemetry.metrics import iter_events
 
 _LARGEST = 1 << 24  # largest axis or batch, so that `divisors` stays fast
 # Variable that `launch --min-processes` sets: the processes of a full run. 0 = the
@@ -233,8 +233,8 @@ def resized(folder: Path, config: Config, devices: int) -> dict[str, Any] | None
 def _devices_of_starts(folder: Path) -> list[int]:
     """Reads the number of devices of each start of a run."""
     numbers = [
-        event.get("devices")
-        for event in read_events(folder)
-        if event["event"] == "start"
+        line.row.get("devices")
+        for line in iter_events(folder, ["start"])
+        if line.row is not None
     ]
     return [number for number in numbers if isinstance(number, int) and number > 0]

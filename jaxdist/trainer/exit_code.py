@@ -10,11 +10,12 @@ from jaxdist.config import (
     EXIT_CONFIG,
     EXIT_NO_CHECKPOINT,
     ConfigError,
+    print_faults,
     quiet_pipe,
 )
 from jaxdist.config.extras import MissingExtra
+from jaxdist.config.redact import without_secrets
 from jaxdist.distributed.coordination import PeerFailed
-from jaxdist.storage.redact import without_secrets
 
 
 def print_error(line: str | None) -> None:
@@ -39,8 +40,7 @@ def _code_of_fault(main: Callable[[], int]) -> int:
     try:
         return main()
     except (ConfigError, MissingExtra) as error:
-        for fault in getattr(error, "faults", (str(error),)):
-            print(f"error: {without_secrets(fault)}", file=sys.stderr)
+        print_faults(error)
         return EXIT_CONFIG
     except CheckpointError as error:
         print_error(f"error: {error}")

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,6 +28,10 @@ _EVERY_ROW = slice(None)
 _RECENT = 100  # losses that define the usual range
 _ENOUGH = 20  # losses needed to define it
 _REFRESH = 10  # steps between two computations of it
+# Share of the largest median of a run that a deviation has at least. The noise of a loss
+# near zero is many times its median, and nothing that anybody could act on.
+_LEAST_OF_LARGEST = 1e-3
+_QUIET = 100  # steps without a spike that end a series of spikes
 
 
 class Diverged(Exception):
@@ -42,6 +47,16 @@ class Diverged(Exception):
         self.last = last
         self.policy = policy  # "stop" or "rollback"
         self.skip = kind != "drift"  # whether the data can be the cause
+
+
+@dataclass
+class _Spikes:
+    """A series of spikes: each follows the one before within `_QUIET` steps."""
+
+    first: int  # its first step
+    last: int
+    count: int
+    highest: float  # its highest loss
 
 
 class Monitor:
@@ -74,6 +89,8 @@ class Monitor:
         self._losses: deque[float] = deque(maxlen=_RECENT)
         self._median = math.inf
         self._high = math.inf  # loss above which a step is a spike
+        self._largest_median = 0.0
+        self._spikes: _Spikes | None = None  # the current series
 
     def check_step(self, number: int, metrics: dict[str, jax.Array]) -> None:
         """Checks the loss of a step.
@@ -116,21 +133,52 @@ class Monitor:
             return
         if loss > self._high:
             self._report_spike(number, loss)
+        elif self._spikes is not None and number - self._spikes.last >= _QUIET:
+            self.end_spikes()
         if len(self._losses) >= _ENOUGH and number % _REFRESH == 0:
             self._update_range()
 
     def _report_spike(self, number: int, loss: float) -> None:
-        self._event(
-            "spike",
-            number,
-            loss=loss,
-            median=self._median,
-            **self._sample_fields(number),
-        )
+        """Reports the first spike of a series, and counts the others.
+
+        Raises:
+          Diverged: the run must go back.
+        """
         text = f"step {number}: loss {loss:.4g} spikes above the recent median {self._median:.4g}"
-        self._note(text)
+        if self._spikes is None:
+            self._spikes = _Spikes(first=number, last=number, count=1, highest=loss)
+            self._event(
+                "spike",
+                number,
+                loss=loss,
+                median=self._median,
+                **self._sample_fields(number),
+            )
+            self._note(text)
+        else:
+            self._spikes.last = number
+            self._spikes.count += 1
+            self._spikes.highest = max(self._spikes.highest, loss)
         if self._config.spike == "rollback":
             raise Diverged("spike", text, first=number, last=number, policy="rollback")
+
+    def end_spikes(self) -> None:
+        """Ends the current series of spikes, and reports it if it has several."""
+        spikes = self._spikes
+        self._spikes = None
+        if spikes is None or spikes.count == 1:
+            return
+        self._event(
+            "spikes_end",
+            spikes.last,
+            first_step=spikes.first,
+            spikes=spikes.count,
+            highest=spikes.highest,
+        )
+        self._note(
+            f"steps {spikes.first} to {spikes.last}: {spikes.count} spikes of the loss, "
+            f"the highest {spikes.highest:.4g}"
+        )
 
     def _update_range(self) -> None:
         """Computes the usual range of losses from the median absolute deviation."""
@@ -138,14 +186,20 @@ class Monitor:
         sigma = 1.4826 * statistics.median_high(
             abs(loss - self._median) for loss in self._losses
         )
+        self._largest_median = max(self._largest_median, abs(self._median))
         # Smooth losses have a tiny deviation. At least 1 % of the median counts.
-        sigma = max(sigma, 0.01 * abs(self._median))
+        sigma = max(
+            sigma,
+            0.01 * abs(self._median),
+            _LEAST_OF_LARGEST * self._largest_median,
+        )
         self._high = self._median + self._config.spike_sigmas * sigma
 
     def rewound(self) -> None:
         """Forgets all losses, because the run has rolled back."""
         self._losses.clear()
         self._high = math.inf
+        self._spikes = None
 
 
 # --- skipped data ---------------------------------------------------------------------

@@ -138,6 +138,7 @@ class Trainer:
         """
         steps = self.config.train.steps
         step = self.progress.step
+        self.log.end()
         lost = self.saver.finish(step)
         if lost:
             message = (

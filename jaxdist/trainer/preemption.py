@@ -27,6 +27,7 @@ import jax
 
 from jaxdist.config import (
     EXIT_CONFIG,
+    EXIT_INTERRUPTED,
     EXIT_NO_CHECKPOINT,
     EXIT_PEER_LOST,
     EXIT_PREEMPTED,
@@ -35,7 +36,7 @@ from jaxdist.config import (
 )
 from jaxdist.distributed import coordination, initialize
 from jaxdist.distributed.cluster import TORCHRUN, count_ray_workers
-from jaxdist.distributed.stop_signals import stop_signals
+from jaxdist.distributed.stop_signals import replaced_handler, stop_signals
 
 _LOOK_S = 0.25  # seconds between two looks for a request to stop
 _TRY_S = 0.02  # seconds between two looks for the other processes' answers
@@ -154,6 +155,8 @@ class StopSignals:
         self.hear(number)
         if number == signal.SIGINT:
             if self._interrupted:
+                if PROCESS.is_ours and not PROCESS.is_script:
+                    _leave_unsaved()
                 raise KeyboardInterrupt
             self._interrupted = True
         self._in_handler = True
@@ -417,6 +420,18 @@ def _leave_tidily(code: int) -> NoReturn:
         _leave(code)
 
 
+def _leave_unsaved() -> NoReturn:
+    """Ends a command at its second Ctrl-C.
+
+    An exception would end it only after saves that still run, and a third Ctrl-C would
+    interrupt the clean-up with a traceback. What is on the disk stays sound, as after a
+    kill.
+    """
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        os.write(2, b"interrupted again: work since the last save is lost\n")
+    _leave(EXIT_INTERRUPTED)
+
+
 def _leave_late(code: int) -> NoReturn:
     time.sleep(_END_S)
     _leave(code)
@@ -433,7 +448,8 @@ def _leave(code: int) -> NoReturn:
 def _listen() -> None:
     """Sets the handlers of signals for the time outside of a run."""
     for number in stop_signals(os.environ):
-        _own_handlers[number] = signal.signal(number, _before_the_run)
+        before = signal.signal(number, _before_the_run)
+        _own_handlers[number] = replaced_handler(number, before)
     _hear_signals()
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import annotations
-from jaxdist.storage import redact, untrusted
+from jaxdist.config import annotations, redact
+from jaxdist.storage import untrusted
 
 # keys of run.json
 SOURCE = "source"

@@ -21,7 +21,7 @@ from jaxdist.distributed import coordination
 from jaxdist.optim import schedules
 from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.storage import run_format, untrusted
-from jaxdist.telemetry.metrics import read_events
+from jaxdist.telemetry.metrics import iter_events
 from jaxdist.trainer import run_metadata, workdir
 from jaxdist.trainer.callbacks import Run
 from jaxdist.trainer.health import SKIPPED_FILE, Diverged
@@ -160,8 +160,8 @@ def has_saved(run: Run) -> bool:
     """
     if coordination.broadcast(folders.has_steps(run.store.folder)):
         return True
-    events = read_events(run.folder)
-    has_event = any(event["event"] == "save" and event.get("ok") for event in events)
+    saves = iter_events(run.folder, ["save"])
+    has_event = any(line.row is not None and line.row.get("ok") for line in saves)
     if coordination.broadcast(has_event):
         raise CheckpointError(
             f"the run in {run.folder} has saved, but {run.store.folder} has no checkpoint: put it back "

@@ -9,7 +9,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.config import assigned, schema
+from jaxdist.config import assigned, redact, schema
 from jaxdist.config.annotations import (
     NamesWeights,
     Needs,
@@ -41,7 +41,6 @@ from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.parallel.precision import PrecisionConfig
 from jaxdist.parallel.remat import RematConfig
 from jaxdist.protocols.param_names import ShardingConfig
-from jaxdist.storage import redact
 
 Build = Callable[[nnx.Rngs], nnx.Module]
 Auto = Literal["auto"]

@@ -82,6 +82,10 @@ class StepLog:
         """Forgets all losses, because the run has rolled back."""
         self._monitor.rewound()
 
+    def end(self) -> None:
+        """Reports what the monitor still counts, since the run ends."""
+        self._monitor.end_spikes()
+
     @property
     def data_wait_s(self) -> float:
         """Returns the seconds that this process has waited for batches since `begin`."""

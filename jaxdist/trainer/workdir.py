@@ -14,10 +14,10 @@ from typing import Any
 from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.folders import CheckpointError, as_path, has_steps
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import ConfigError, annotations, is_text, schema
+from jaxdist.config import ConfigError, annotations, is_text, redact, schema
 from jaxdist.data import Dataset
 from jaxdist.models import registry
-from jaxdist.storage import atomic, lock, redact, run_format, untrusted
+from jaxdist.storage import atomic, lock, run_format, untrusted
 from jaxdist.storage.paths import is_local
 from jaxdist.trainer import run_metadata
 from jaxdist.trainer.run_config import (
@@ -73,14 +73,20 @@ def checkpoints_folder(folder: Path, config: RunConfig) -> Path:
     return as_path(chosen) if chosen else folder / CHECKPOINTS
 
 
+_MAX_NAME_BYTES = 255  # bytes of a name in any of Linux's file systems
+
+
 def name_fault(folder: Path | str) -> str:
     """Explains why a name is not valid for a folder of checkpoints; "" if it is."""
     whole = str(folder)
     if "://" not in whole:
         whole = os.path.abspath(folder)
-    if is_text(whole):
-        return ""
-    return f"{whole!r}: not UTF-8, so that the checkpoint library cannot write there; give another folder"
+    if not is_text(whole):
+        return f"{whole!r}: not UTF-8, so that the checkpoint library cannot write there; give another folder"
+    longest = max(map(len, os.fsencode(whole).split(b"/")))
+    if "://" not in whole and longest > _MAX_NAME_BYTES:
+        return f"{whole}: a name of {longest} bytes; at most {_MAX_NAME_BYTES} can be the name of a folder"
+    return ""
 
 
 def own_identity(folder: Path) -> str | None:

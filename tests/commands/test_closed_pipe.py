@@ -10,6 +10,7 @@ import pytest
 
 from jaxdist import config
 from jaxdist.__main__ import COMMANDS
+from jaxdist.distributed import stop_signals
 from jaxdist.trainer import preemption
 
 
@@ -42,6 +43,7 @@ def test_a_process_says_nothing(arguments, tmp_path):
 def test_every_command_ends_quietly(name, monkeypatch, capsys):
     # no signal handlers here
     monkeypatch.setattr(preemption, "own_process", contextlib.nullcontext)
+    monkeypatch.setattr(stop_signals, "leave_at_signals", lambda: None)
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with closed_pipe() as stream:
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:

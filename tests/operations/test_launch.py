@@ -598,6 +598,16 @@ def test_faults_have_one_line_and_exit_code_78(capsys, tmp_path):
         assert f"--grow-minutes {wrong}: needs --capacity-file" in said
 
 
+def test_more_processes_than_the_machine_can_run_are_refused(monkeypatch, capsys):
+    assert launch.main(["--processes", "100000", "--", "true"]) == 78
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --processes 100000: must be <= ")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 4096))
+    assert launch.main(["--processes", "20", "--", "true"]) == 78
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "needs 52 open files, and the limit is 40" in line
+
+
 def test_a_machine_that_has_no_room_for_a_process_ends_with_70(monkeypatch, capsys):
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")

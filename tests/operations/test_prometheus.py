@@ -2,11 +2,18 @@
 reads it.
 """
 
+import contextlib
+import errno
 import json
+import os
+import resource
 import shutil
 import socket
+import socketserver
 import subprocess
+import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +26,7 @@ from jaxdist.config import ConfigError
 from jaxdist.config.groups.telemetry import TelemetryConfig
 from jaxdist.distributed.local_devices import free_port
 from jaxdist.operations.ledger.ledger import Ledger
+from jaxdist.operations.metrics import scrape_server
 from jaxdist.operations.metrics.prometheus import RunMetrics, served
 from jaxdist.operations.metrics.serving import MetricsServer
 from jaxdist.trainer.callbacks import Run
@@ -183,6 +191,184 @@ def test_the_dashboard_asks_for_what_there_is(tmp_path):
         name for name in names if f'"{name.removesuffix("_total")}"' not in text
     ], names
     assert book.lives()
+
+
+@pytest.fixture
+def port(tmp_path, monkeypatch):
+    """Yields the port of a server whose connections end after a second."""
+    monkeypatch.setattr(scrape_server, "CONNECTION_S", 1.0)
+    book = Ledger()
+    with (
+        published(book, tmp_path),
+        served(TelemetryConfig(), shown(tmp_path, book)) as port,
+    ):
+        yield port
+
+
+def connected(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=20)
+
+
+def has_ended(client: socket.socket) -> bool:
+    """Waits until the server ends a connection without an answer."""
+    try:
+        return client.recv(100) == b""
+    except ConnectionError:
+        return True
+
+
+def test_connections_that_send_nothing_or_little_end(port):
+    with connected(port) as silent, connected(port) as slow:
+        slow.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+        dripped = 0
+        with contextlib.suppress(ConnectionError):
+            for _ in range(400):  # no pause between two bytes is as long as the limit
+                slow.sendall(b"x")
+                dripped += 1
+                time.sleep(0.05)
+        assert 1 < dripped < 400, "one byte at a time keeps no connection"
+        assert has_ended(silent)
+        assert scraped(port)["jaxdist_loss",] == 2.5
+
+
+def test_a_client_that_never_reads_its_answer_is_let_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(scrape_server, "CONNECTION_S", 1.0)
+    view = RunMetrics(Ledger())
+    for number in range(60_000):  # more than the buffers of both ends hold
+        view.event(f"an event with a long name: {number:0100}")
+    before = threading.active_count()
+    with served(TelemetryConfig(), view) as port, connected(port) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        until = time.monotonic() + 60
+        while threading.active_count() < before + 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert threading.active_count() >= before + 2, "a thread writes the answer"
+        while threading.active_count() > before + 1 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert threading.active_count() == before + 1
+
+
+def test_more_connections_than_the_limit_are_closed_at_once(port, monkeypatch):
+    monkeypatch.setattr(scrape_server, "CONNECTION_S", 600.0)
+    held = scrape_server.MAX_CONNECTIONS
+    before = len(os.listdir("/proc/self/fd"))
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connected(port)) for _ in range(held + 20)]
+        assert all(has_ended(client) for client in clients[held:])
+        # the server's ends, beside those of this test
+        files = len(os.listdir("/proc/self/fd")) - before - len(clients)
+        assert files == held
+        clients[0].close()
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                assert scraped(port)["jaxdist_loss",] == 2.5
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("a place that is free again is not given")
+
+
+def test_a_full_table_of_files_costs_no_core_and_ends_nothing(port, monkeypatch, capfd):
+    tries = []
+    accept = socketserver.TCPServer.get_request
+
+    def counted(server):
+        tries.append(server)
+        return accept(server)
+
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", counted)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with connected(port) as client, contextlib.ExitStack() as stack:
+        assert scraped(port)  # the server takes connections in order
+        waiting = stack.enter_context(socket.socket())
+        waiting.settimeout(20)
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                stack.callback(os.close, os.dup(0))
+        tries.clear()
+        waiting.connect(("127.0.0.1", port))  # the kernel takes it, the server cannot
+        # a connection that it has taken before is served
+        client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert b"200 OK" in client.recv(1000)
+        time.sleep(1)
+        assert 1 <= len(tries) < 30, "the server tries again at once"
+        stack.pop_all().close()
+    assert scraped(port)["jaxdist_loss",] == 2.5
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_an_error_of_a_reader_is_a_500(tmp_path, capfd):
+    def chips():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    view = RunMetrics(Ledger(), chips=chips)
+    with served(TelemetryConfig(), view) as port:
+        with pytest.raises(urllib.error.HTTPError) as answer:
+            get(f"http://127.0.0.1:{port}/metrics")
+        assert answer.value.code == 500
+    assert not capfd.readouterr().err
+
+
+TEXT = "application/openmetrics-text"
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        (f"{TEXT};version=1.0.0;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1", TEXT),
+        (f"{TEXT}; version=1.0.0; q=x", TEXT),
+        (f"{TEXT};version=abc", "text/plain"),
+        (f"{TEXT};version=1.x.0,text/plain;version=;q", "text/plain"),
+        (f"{TEXT};version={'9' * 5000}.0.0", "text/plain"),
+        ("text/plain;version=garbage", "text/plain"),
+        ("text/html;q=0.9;;;,=,;q=", "text/plain"),
+        ("\xff\x00, \x7f", "text/plain"),
+        ("", "text/plain"),
+    ],
+)
+def test_any_accept_header_has_an_answer(port, accept, kind, capfd):
+    request = f"GET /metrics HTTP/1.1\r\nAccept: {accept}\r\n\r\n"
+    status, head, body = answered(port, request.encode("latin-1"))
+    assert status == 200
+    assert f"content-type: {kind}" in head.lower()
+    assert "jaxdist_loss 2.5" in body
+    assert not capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("request_text", "code"),
+    [
+        (f"GET /metrics HTTP/1.1\r\nAccept: {'x' * 100_000}\r\n\r\n", 431),
+        (f"GET /{'x' * 100_000} HTTP/1.1\r\n\r\n", 414),
+        ("GET /metrics HTTP/1.1\r\n" + "X: y\r\n" * 2000 + "\r\n", 431),
+        ("GET http://[x/ HTTP/1.1\r\n\r\n", 400),
+        ("GET /metrics HTTP/x\r\n\r\n", 400),
+        (
+            "POST /metrics HTTP/1.1\r\nContent-Length: 100000\r\n\r\n" + "x" * 100_000,
+            405,
+        ),
+        ("BREW /metrics HTTP/1.1\r\n\r\n", 501),
+    ],
+)
+def test_a_request_that_is_none_has_its_code(port, request_text, code, capfd):
+    assert answered(port, request_text.encode())[0] == code
+    assert scraped(port)["jaxdist_loss",] == 2.5
+    assert not capfd.readouterr().err
+
+
+def answered(port: int, request: bytes) -> tuple[int, str, str]:
+    """Sends a request; returns the answer's code, its head and its body."""
+    with connected(port) as client:
+        client.sendall(request)
+        answer = b""
+        while data := client.recv(1 << 16):
+            answer += data
+    head, _, body = answer.decode("latin-1").partition("\r\n\r\n")
+    return int(head.split()[1]), head, body
 
 
 PROMETHEUS = shutil.which("prometheus")

@@ -1,16 +1,20 @@
 """JSON from elsewhere: every text is read or is Malformed, nothing else."""
 
 import contextlib
+import io
 import json
 import sys
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxdist.storage import untrusted
 from jaxdist.storage.untrusted import (
     MAX_DEPTH,
     Malformed,
+    bounded_lines,
     of_kind,
     parse_json,
     read_json,
@@ -37,6 +41,45 @@ def test_reads_what_json_writes(value):
 def test_any_other_text_is_malformed(text):
     with contextlib.suppress(Malformed):
         parse_json(text, object)
+
+
+@given(
+    st.lists(st.text("ab", max_size=12).map(str.encode)),
+    st.booleans(),
+    st.integers(1, 8),
+    st.integers(1, 9),
+)
+def test_lines_are_those_of_the_file_or_none(lines, ends, block_bytes, max_bytes):
+    text = b"\n".join(lines) + b"\n" * ends
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(untrusted, "_BLOCK_BYTES", block_bytes)
+        found = list(bounded_lines(io.BytesIO(text), max_bytes))
+        wanted = list(
+            bounded_lines(io.BytesIO(text), max_bytes, lambda text: b"b" in text)
+        )
+    expected = [line if len(line) <= max_bytes else None for line in text.split(b"\n")]
+    # blank lines are no rows
+    assert [line for line in found if line != b""] == [
+        line for line in expected if line != b""
+    ]
+    with_b = [line for line in found if line is not None and b"b" in line]
+    assert [line for line in wanted if line is not None and b"b" in line] == with_b
+
+
+def test_a_line_without_an_end_takes_no_memory(tmp_path):
+    file = tmp_path / "long"
+    with file.open("wb") as stream:
+        stream.write(b"first\n")
+        stream.truncate(256 << 20)  # zeros, which take no room on the disk
+        stream.seek(0, 2)
+        stream.write(b"\nlast\n")
+    tracemalloc.start()
+    with file.open("rb") as stream:
+        found = list(bounded_lines(stream, 1 << 20))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found[:3] == [b"first", None, b"last"]
+    assert peak < 8 << 20
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from jaxdist.checkpoint import integrity
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.folders import CheckpointError, list_steps, read_step
 from jaxdist.checkpoint.manager import CheckpointManager
-from jaxdist.config import ConfigError, annotations, schema, trees
+from jaxdist.config import ConfigError, annotations, redact, schema, trees
 from jaxdist.data import (
     ByteTokenizer,
     DataConfig,
@@ -59,7 +59,7 @@ from jaxdist.planner import run_in_workdir, targets
 from jaxdist.planner.compiler import read_entry
 from jaxdist.protocols.model_spec import ModelSpec, describe
 from jaxdist.protocols.param_names import ShardingConfig
-from jaxdist.storage import redact, run_format, untrusted
+from jaxdist.storage import run_format, untrusted
 from jaxdist.storage.digest import digest
 from jaxdist.telemetry import metrics
 from jaxdist.trainer import (

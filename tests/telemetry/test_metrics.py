@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxdist.operations.page import summary
 from jaxdist.telemetry import metrics
 from support.paths import ROOT
 
@@ -36,6 +37,7 @@ EVENTS = {
     "grow",
     "stop",
     "spike",
+    "spikes_end",
     "drift",
     "straggler",
     "slow_steps",
@@ -211,7 +213,8 @@ def test_rows_of_another_shape_are_left_out_and_counted(tmp_path):
         '{"time": "NaN", "event": "", "step": 1}',
     ]
     (tmp_path / "events.jsonl").write_text("\n".join(lines))
-    assert metrics.scan_events(tmp_path) == ([event], len(lines) - 1)
+    found = [line.row for line in metrics.iter_events(tmp_path)]
+    assert found.count(None) == len(lines) - 1
     assert metrics.read_events(tmp_path) == [event]
 
 
@@ -224,7 +227,7 @@ def test_arrays_are_kept_whole_until_a_run_goes_back(tmp_path):
             writer.write_arrays(step, {"stats/load": load + step})
     with (tmp_path / "arrays.jsonl").open("a") as file:
         file.write("torn")
-    rows, unreadable = metrics.read_arrays(tmp_path)
+    rows, unreadable = summary.read_arrays(tmp_path)
     assert [row["step"] for row in rows] == [1, 20, 30]
     assert unreadable == 1
     assert rows[0] == {"step": 1, "time": 12.5, "stats/load": [[4, 1], [2.5, 1.33333]]}
@@ -246,7 +249,8 @@ def test_what_is_no_file_has_no_rows(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     os.mkfifo(tmp_path / "events.jsonl")
     assert metrics.read_rows(tmp_path) == metrics.MetricRows([], [], 1)
-    assert metrics.scan_events(tmp_path) == ([], 1)
+    assert [line.row for line in metrics.iter_events(tmp_path)] == [None]
+    assert metrics.read_events(tmp_path) == []
 
 
 def test_a_link_in_a_circle_has_no_rows(tmp_path):

@@ -255,6 +255,50 @@ def test_spikes_are_seen_and_noise_and_progress_are_not():
     assert not events
 
 
+def test_a_flood_of_spikes_is_a_beginning_a_number_and_an_end():
+    made, events = monitor()
+    for number in range(1, 2001):
+        is_spike = 500 <= number < 1500 and number % 20 == 0
+        look(made, number, 9.0 + number / 1000 if is_spike else 2.0)
+    begin, end = events
+    assert begin[:2] == ("spike", 500)
+    assert (begin[2]["first_sample"], begin[2]["last_sample"]) == (5000, 5009)
+    assert end[:2] == ("spikes_end", 1480)
+    assert end[2] == {
+        "first_step": 500,
+        "spikes": 50,
+        "highest": pytest.approx(10.48),
+    }
+    look(made, 2001, 5.0)
+    assert events[2][:2] == ("spike", 2001), "a later one is told again"
+    made.end_spikes()
+    assert len(events) == 3, "a lone spike needs no end"
+
+
+def test_a_series_of_spikes_that_the_run_ends_is_counted():
+    made, events = monitor()
+    for number in range(1, 61):
+        look(made, number, 9.0 if number in (50, 55, 60) else 2.0)
+    assert len(events) == 1
+    made.end_spikes()
+    assert events[1][0] == "spikes_end"
+    assert events[1][2]["spikes"] == 3
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6])
+def test_noise_near_zero_is_no_spike(scale):
+    """Of any unit: a loss of the caller's own may be small from the start."""
+    made, events = monitor()
+    noise = np.random.default_rng(0)
+    for number in range(1, 3001):
+        level = 5 * math.exp(-number / 50) + 1e-5
+        heavy_tailed = level * math.exp(noise.standard_normal() * (number > 1000))
+        look(made, number, scale * heavy_tailed)
+    assert not events
+    look(made, 3001, scale * 0.5)  # a tenth of where it began
+    assert [name for name, *_ in events] == ["spike"]
+
+
 def test_a_spike_can_mean_going_back():
     made, _ = monitor(spike="rollback")
     for number in range(1, 41):

@@ -29,8 +29,8 @@ from fsspec.spec import AbstractFileSystem
 
 from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.folders import MANIFEST, CheckpointError, error_text
-from jaxdist.config import ConfigError, extras
-from jaxdist.storage import atomic, redact, run_format, untrusted
+from jaxdist.config import ConfigError, extras, redact
+from jaxdist.storage import atomic, run_format, untrusted
 from jaxdist.storage.digest import digest_file
 
 DELAYS_S = (1.0, 4.0, 16.0)  # seconds before the retries of a call of the store

@@ -5,12 +5,11 @@ from typing import Any
 
 import jax
 
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, redact
 from jaxdist.distributed import coordination
 from jaxdist.operations.copies import step_copies
 from jaxdist.operations.copies.copier import Copier
 from jaxdist.operations.copies.copies import Accept
-from jaxdist.storage import redact
 from jaxdist.trainer import workdir
 from jaxdist.trainer.callbacks import Callback, Run, RunEnd, StepView
 

@@ -14,7 +14,7 @@ from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.folders import CheckpointError, error_text
 from jaxdist.checkpoint.manager import CheckpointManager, Fetch
-from jaxdist.config import ConfigError, extras
+from jaxdist.config import ConfigError, extras, redact
 from jaxdist.operations.copies.copier import Copier
 from jaxdist.operations.copies.copies import (
     Accept,
@@ -24,7 +24,7 @@ from jaxdist.operations.copies.copies import (
     Unreadable,
     fetch_newest,
 )
-from jaxdist.storage import lock, redact, run_format, untrusted
+from jaxdist.storage import lock, run_format, untrusted
 from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.telemetry.units import gib_text
 from jaxdist.trainer import run_metadata, workdir

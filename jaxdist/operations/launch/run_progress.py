@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError
-from jaxdist.storage.untrusted import Malformed, is_count, open_regular, read_json
+from jaxdist.storage.untrusted import Malformed, is_count, read_json
 from jaxdist.telemetry import metrics
 from jaxdist.trainer.default_workdir import default_workdir
 
@@ -51,13 +51,10 @@ class ProgressReader:
 
     def starts(self) -> int:
         """Counts the starts of the run that began to train."""
-        if self.folder is not None:
-            with (
-                contextlib.suppress(OSError, Malformed),
-                open_regular(self.folder / metrics.EVENTS_FILE) as file,
-            ):
-                return sum(b'"event": "start"' in line for line in file)
-        return 0
+        if self.folder is None:
+            return 0
+        starts = metrics.iter_events(self.folder, ["start"])
+        return sum(line.row is not None for line in starts)
 
     def event(self, name: str, step: int, **fields: object) -> None:
         """Appends an event; creates the workdir if the run has not done so."""

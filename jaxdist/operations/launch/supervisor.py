@@ -26,7 +26,7 @@ from jaxdist.config import (
 )
 from jaxdist.distributed.cluster import ClusterInfo
 from jaxdist.distributed.local_devices import device_environment, free_port
-from jaxdist.distributed.stop_signals import stop_signals
+from jaxdist.distributed.stop_signals import last_handler, stop_signals
 from jaxdist.operations.launch.growth import GrowthTimer
 from jaxdist.operations.launch.run_progress import ProgressReader, run_folder
 from jaxdist.operations.launch.worker_group import WorkerGroup
@@ -94,9 +94,13 @@ class Supervisor:
         # largest size of the next start, after a larger one failed; None: all slots
         self._max_size: int | None = None
 
-    def run(self) -> int:
-        """Runs the command until it ends for good; returns the exit code of the run."""
-        with self._listening():
+    def run(self, *, is_last: bool = True) -> int:
+        """Runs the command until it ends for good; returns the exit code of the run.
+
+        Args:
+          is_last: this process ends next, so later signals must not change its code.
+        """
+        with self._listening(is_last):
             while (size := self._await_size()) is not None:
                 code = self._run_once(size)
                 if code is not None:
@@ -492,10 +496,13 @@ class Supervisor:
     # --- signals ----------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
+    def _listening(self, is_last: bool) -> Iterator[None]:
         """Handles signals until the body ends.
 
         Signals that ask to stop, and the end of a child, wake `WorkerGroup.listen`.
+
+        Args:
+          is_last: no handler is needed afterwards.
         """
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
@@ -512,6 +519,8 @@ class Supervisor:
         finally:
             signal.set_wakeup_fd(old_descriptor)
             for number, handler in old_handlers.items():
+                if is_last:
+                    handler = last_handler(handler)
                 signal.signal(number, handler)
             os.close(reader)
             os.close(writer)

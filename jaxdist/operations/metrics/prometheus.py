@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -19,6 +19,7 @@ from jaxdist.config import ConfigError
 from jaxdist.config.groups.telemetry import TelemetryConfig
 from jaxdist.operations.ledger.ledger import Ledger
 from jaxdist.operations.ledger.run_lives import account
+from jaxdist.operations.metrics.scrape_server import ScrapeServer
 
 # Field of a row -> the gauge's name and help.
 _GAUGES = {
@@ -191,12 +192,14 @@ def served(config: TelemetryConfig, metrics: RunMetrics) -> Iterator[int]:
     registry = CollectorRegistry()
     registry.register(metrics)
     try:
-        server, thread = start_http_server(config.port, config.address, registry)
+        server = ScrapeServer(config.address, config.port, registry)
     except OSError as error:
         raise ConfigError(
             f"telemetry.port={config.port}: nothing can listen at {config.address}:{config.port} "
             f"({error.strerror or error}); give another port or telemetry.address, or 0 for none"
         ) from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     try:
         yield server.server_port
     finally:

@@ -85,7 +85,7 @@ def loss_card(overlays: Sequence[Overlay]) -> str:
         if evaluated:
             name = overlay.named("evaluation")
             curves.append(Curve(name, overlay.style, evaluated, "points"))
-        for event in overlay.run.events:
+        for event in overlay.run.events.shown:
             step = number(event.get("step"))
             if event["event"] in _MARKED and step is not None:
                 text = overlay.named(f"{event['event']} at step {step:g}")

@@ -25,6 +25,7 @@ from jaxdist.operations.page.curves import (
     loss_card,
     other_cards,
 )
+from jaxdist.operations.page.event_log import EventLog
 from jaxdist.operations.page.summary import (
     ALERTS,
     RunSummary,
@@ -174,12 +175,22 @@ def _charts(overlays: Sequence[Overlay]) -> str:
     cards += "".join(field_card(overlays, field) for field in (speed, *_FIELDS))
     cards += other_cards(overlays, others)
     section = f'<section class="charts" aria-label="Curves">{cards}</section>'
+    section += "".join(_sample_text(run) for run in runs if run.is_sampled)
     if not any(run.column("mfu_causal") for run in runs):
         section += (
             '<p class="soft">MFU: unknown, the peak of this device is not in the chip '
             "table.</p>"
         )
     return section
+
+
+def _sample_text(run: RunSummary) -> str:
+    """Draws a remark about a run whose rows are too many."""
+    num_kept = len(run.rows.train) + len(run.rows.evaluation)
+    return _remark(
+        f"{run.name}: {num_kept:,} of {run.num_rows:,} points drawn, peaks of the loss "
+        f"among them. Medians are of these points, all other figures of all rows."
+    )
 
 
 def _experts(overlays: Sequence[Overlay]) -> str:
@@ -197,10 +208,17 @@ def _experts(overlays: Sequence[Overlay]) -> str:
 def _events(runs: Sequence[RunSummary]) -> str:
     rows = []
     styles = []
+    remarks = ""
     for run in runs:
-        for event in run.events:
+        shown = run.events.shown
+        if len(shown) < len(run.events):
+            remarks += _remark(
+                f"{run.name}: {len(shown):,} of {len(run.events):,} events shown; "
+                f"all of them: {_numbers_text(run.events)}."
+            )
+        for event in shown:
             clock = _clock(datetime.fromtimestamp(event["time"], UTC))
-            passed = duration_text(event["time"] - run.events[0]["time"])
+            passed = duration_text(event["time"] - shown[0]["time"])
             step = "" if event["step"] is None else str(event["step"])
             details = "  ".join(
                 f"{name}={brief(value)}"
@@ -215,7 +233,14 @@ def _events(runs: Sequence[RunSummary]) -> str:
     head = ["time (UTC)", "after", "event", "step", "details"]
     if len(runs) > 1:
         head.insert(0, "run")
-    return titled("Events", table(head, rows, row_styles=styles))
+    return titled("Events", remarks + table(head, rows, row_styles=styles))
+
+
+def _numbers_text(events: EventLog) -> str:
+    """Formats the numbers of events by name, the most frequent first."""
+    return ", ".join(
+        f"{count:,} {name}" for name, count in events.numbers.most_common()
+    )
 
 
 def _wall_time(run: RunSummary) -> str:

@@ -207,10 +207,11 @@ def _chip_of(info: Mapping[str, Any]) -> chips.Chip | None:
 def _is_of_earlier_start(run: RunFiles) -> bool:
     """Checks if the last row is older than the last start."""
     written = number(run.last_row.get("time"))
-    for event in reversed(run.events):
-        if event["event"] == "start":
-            return written is not None and written < event["time"]
-    return False
+    start = run.events.last_of("start")
+    if written is None or start is None:
+        return False
+    start_time: float = start["time"]
+    return written < start_time
 
 
 def _time_fault(plan: Mapping[str, Any]) -> str:

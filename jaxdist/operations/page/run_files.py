@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxdist.config import schema
 from jaxdist.operations.ledger import run_lives
+from jaxdist.operations.page.event_log import EventLog
 from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry import metrics
 
@@ -43,7 +44,7 @@ class RunFiles:
     config: Mapping[str, Any] = field(default_factory=dict)  # values by dotted key
     info: Mapping[str, Any] = field(default_factory=dict)  # content of run.json
     rows: metrics.MetricRows = metrics.MetricRows([], [])
-    events: Sequence[metrics.Row] = ()
+    events: EventLog = field(default_factory=EventLog)
     lives: Sequence[run_lives.Life] = ()  # content of ledger.json
     operations: Sequence[Mapping[str, Any]] = ()  # rows of a profile
 
@@ -69,15 +70,15 @@ class WorkdirReader:
         self.folder = folder
         self.faults: list[str] = []
 
-    def read(self, rows: metrics.MetricRows) -> dict[str, Any]:
+    def read(self, rows: metrics.MetricRows, events: EventLog) -> dict[str, Any]:
         """Reads the fields of `RunFiles`.
 
         Args:
           rows: the rows of metrics.jsonl.
+          events: the events of events.jsonl.
         """
         self.note_lines(metrics.METRICS_FILE, rows.unreadable)
-        events, unreadable = metrics.scan_events(self.folder)
-        self.note_lines(metrics.EVENTS_FILE, unreadable)
+        self.note_lines(metrics.EVENTS_FILE, events.unreadable)
         return {
             "folder": self.folder,
             "config": schema.flatten(self.document(run_format.CONFIG)),

@@ -15,6 +15,7 @@ from typing import Any
 from jaxdist.config import ConfigError
 from jaxdist.operations.ledger import run_lives
 from jaxdist.operations.page import cost, experts, planned, step_parts
+from jaxdist.operations.page.event_log import EventLog
 from jaxdist.operations.page.run_files import RunFiles, WorkdirReader, number
 from jaxdist.operations.page.summary import is_failure, sizes
 from jaxdist.storage import lock, run_format, untrusted
@@ -127,9 +128,9 @@ class RunStatus(RunFiles):
             document["eval_loss"] = self.rows.evaluation[-1].get("eval_loss")
         document["experts"] = experts.figures(row)
         document |= sizes(self.info)
-        starts = [event["time"] for event in self.events if event["event"] == "start"]
-        document["started"] = starts[0] if starts else None
-        document["starts"] = len(starts)
+        first_start = self.events.first_of("start")
+        document["started"] = first_start["time"] if first_start else None
+        document["starts"] = self.events.numbers["start"]
         document |= self._step_parts()
         document["goodput"] = account.goodput
         document["ledger"] = {"buckets": account.buckets, "wall_s": account.wall_s}
@@ -179,7 +180,9 @@ class RunStatus(RunFiles):
             lock_time = self._lock_time()
             if lock_time:  # a start that has not written yet
                 return lock_time
-        times = [event["time"] for event in self.events[-1:]]
+        times = []
+        if self.events.last is not None:
+            times.append(self.events.last["time"])
         row_time = self.last_row.get("time")
         if untrusted.is_amount(row_time, below=1e12):
             times.append(row_time)
@@ -195,14 +198,14 @@ class RunStatus(RunFiles):
             return OTHER_VERSION, self.other_version
         if self.running:
             return "running", None
-        ends = [event for event in self.events if event["event"] in ENDS]
-        if not ends and self.lives:
-            return "died", "before its first step"
-        if not ends:
+        end = self.events.last_of(*ENDS)
+        if end is None:
+            if self.lives:
+                return "died", "before its first step"
             return "not started", None
-        name = ends[-1]["event"]
+        name = end["event"]
         if name == "stop":
-            return _stopped(ends[-1])
+            return _stopped(end)
         if name == "start":
             return "died", "its process ended without a word"
         if name == "preempted":
@@ -261,11 +264,11 @@ class RunStatus(RunFiles):
 
     def _until_save_s(self, interval_s: float) -> float:
         """Computes the seconds until a save that comes `interval_s` after the last."""
-        for event in reversed(self.events):
-            if event["event"] in ("save", "start"):
-                save_time: float = event["time"] + interval_s
-                return max(0.0, save_time - self.now)
-        return interval_s
+        event = self.events.last_of("save", "start")
+        if event is None:
+            return interval_s
+        save_time: float = event["time"] + interval_s
+        return max(0.0, save_time - self.now)
 
     def _chosen_interval_s(self) -> float:
         """Finds the interval that `checkpoint.interval=auto` chose since the start.
@@ -273,12 +276,10 @@ class RunStatus(RunFiles):
         Returns:
           Seconds between saves; 0 = none was chosen yet.
         """
-        for event in reversed(self.events):
-            if event["event"] == "save_interval":
-                return number(event.get("interval_s")) or 0.0
-            if event["event"] == "start":
-                break
-        return 0.0
+        event = self.events.last_of("save_interval", "start")
+        if event is None or event["event"] == "start":
+            return 0.0
+        return number(event.get("interval_s")) or 0.0
 
 
 def _stopped(stop: metrics.Row) -> tuple[str, str]:
@@ -311,7 +312,10 @@ def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
     run_format.check_folder(folder)
     if now is None:
         now = time.time()
-    files = WorkdirReader(folder).read(metrics.read_last_rows(folder))
+    events = EventLog(metrics.iter_events(folder, (*ENDS, "save", "save_interval")))
+    for event in metrics.read_last_events(folder)[-1:]:
+        events.last = event
+    files = WorkdirReader(folder).read(metrics.read_last_rows(folder), events)
     return RunStatus(now=now, **files)
 
 

@@ -1,5 +1,6 @@
 """Summary of a run from all files of its workdir: state and key figures."""
 
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,8 @@ from typing import Any
 from jaxdist.config import ConfigError
 from jaxdist.operations.ledger import run_lives
 from jaxdist.operations.page import cost
+from jaxdist.operations.page.event_log import EventLog
+from jaxdist.operations.page.row_sample import RowSample
 from jaxdist.operations.page.run_files import (
     RunFiles,
     WorkdirReader,
@@ -32,6 +35,9 @@ class RunSummary(RunFiles):
     sample: str  # content of sample.txt
     plan: str  # content of plan.txt
     arrays: Sequence[metrics.Row]  # rows of arrays.jsonl
+    # number of rows of metrics.jsonl; more than `rows` has if that is a sample
+    num_rows: int
+    is_sampled: bool  # `rows` has some of the steps
     unreadable: Sequence[str]  # a line for each unreadable part of a file
 
     def column(self, field: str) -> list[tuple[float, float]]:
@@ -74,17 +80,85 @@ def read_run(workdir: str | os.PathLike[str], name: str = "") -> RunSummary:
         )
     run_format.check_folder(folder)
     reader = WorkdirReader(folder)
-    files = reader.read(metrics.read_rows(folder))
-    arrays, unreadable = metrics.read_arrays(folder)
+    rows = _MetricsSample(folder)
+    files = reader.read(rows.rows(), EventLog(metrics.iter_events(folder)))
+    arrays, unreadable = read_arrays(folder)
     reader.note_lines(metrics.ARRAYS_FILE, unreadable)
     return RunSummary(
         name=name or folder.resolve().name,
         sample=reader.text("sample.txt"),
         plan=reader.text("plan.txt"),
         arrays=arrays,
+        num_rows=rows.num_rows,
+        is_sampled=rows.is_sampled,
         unreadable=reader.faults,
         **files,
     )
+
+
+class _MetricsSample:
+    """Rows of a metrics.jsonl: those of `metrics.read_rows`, or a sample of them.
+
+    Peaks of the loss and the best evaluation remain.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._train = RowSample(_loss)
+        self._evaluation = RowSample(lambda row: -_evaluation_loss(row))
+        self._unreadable = 0
+        for line in metrics.iter_rows(folder):
+            if line.row is None:
+                self._unreadable += 1
+            elif metrics.EXTENDED in line.row:
+                self._train.drop_after(line.row["step"])
+                self._evaluation.drop_after(line.row["step"])
+            elif "eval_loss" in line.row:
+                self._evaluation.add(line.row, line.num_bytes)
+            else:
+                self._train.add(line.row, line.num_bytes)
+
+    @property
+    def num_rows(self) -> int:
+        """Returns the number of all rows of the file."""
+        return self._train.num_added + self._evaluation.num_added
+
+    @property
+    def is_sampled(self) -> bool:
+        """Checks if rows are missing that `metrics.read_rows` has."""
+        return not (self._train.is_whole and self._evaluation.is_whole)
+
+    def rows(self) -> metrics.MetricRows:
+        """Returns the rows, sorted by step."""
+        return metrics.MetricRows(
+            train=self._train.rows(),
+            evaluation=self._evaluation.rows(),
+            unreadable=self._unreadable,
+        )
+
+
+def _loss(row: metrics.Row) -> float:
+    """Returns the loss of a row; minus infinity if it has none."""
+    loss = number(row.get("loss"))
+    return -math.inf if loss is None else loss
+
+
+def _evaluation_loss(row: metrics.Row) -> float:
+    """Returns the loss of an evaluation; infinity if it is not finite."""
+    loss = finite(row["eval_loss"])
+    return math.inf if loss is None else loss
+
+
+def read_arrays(folder: Path) -> tuple[list[metrics.Row], int]:
+    """Reads the rows of an arrays.jsonl, or a sample; and its number of bad lines."""
+    sample = RowSample()
+    unreadable = 0
+    for line in metrics.iter_arrays(folder):
+        if line.row is None:
+            unreadable += 1
+        else:
+            sample.drop_after(line.row["step"] - 1)
+            sample.add(line.row, line.num_bytes)
+    return sample.rows(), unreadable
 
 
 def mfu_peak(info: Mapping[str, Any]) -> str:
@@ -116,16 +190,16 @@ def sizes(info: Mapping[str, Any]) -> dict[str, float | None]:
 
 def state(run: RunSummary) -> tuple[str, str]:
     """Finds the state of a run, and its tone on the page: "good", "bad" or ""."""
-    for event in reversed(run.events):
-        name = event["event"]
-        if name == "stop":
-            tone = "bad" if is_failure(event) else "good"
-            return f"stopped: {event.get('reason')}", tone
-        if name in ALERTS:
-            return f"last event: {name}", "bad"
-        if name == "start":
-            return "running, or ended without a stop event", ""
-    return "no events", ""
+    event = run.events.last_of("stop", "start", *ALERTS)
+    if event is None:
+        return "no events", ""
+    name = event["event"]
+    if name == "stop":
+        tone = "bad" if is_failure(event) else "good"
+        return f"stopped: {event.get('reason')}", tone
+    if name in ALERTS:
+        return f"last event: {name}", "bad"
+    return "running, or ended without a stop event", ""
 
 
 def is_failure(stop: metrics.Row) -> bool:
@@ -178,9 +252,11 @@ def _best_evaluation(run: RunSummary) -> str:
 
 
 def _age(run: RunSummary) -> str:
-    if not run.events:
+    first = run.events.first
+    last = run.events.last
+    if first is None or last is None:
         return ""
-    return duration_text(run.events[-1]["time"] - run.events[0]["time"])
+    return duration_text(last["time"] - first["time"])
 
 
 def _size_texts(info: Mapping[str, Any]) -> dict[str, str]:

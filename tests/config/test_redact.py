@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from jaxdist.storage import redact
-from jaxdist.storage.redact import without_secrets
+from jaxdist.config import redact
+from jaxdist.config.redact import without_secrets
 
 
 @pytest.mark.parametrize(

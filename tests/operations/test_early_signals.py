@@ -1,0 +1,86 @@
+"""Signals to a command that starts or ends, and many of them at once."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from support.paths import ROOT
+
+# Runs a command that gets a signal as it imports a module, and as Python ends.
+STARTING = """
+import atexit, builtins, os, runpy, signal, sys
+name, module, early, late = sys.argv[1:5]
+sys.argv[1:] = sys.argv[5:]
+load = builtins.__import__
+
+def imported(name, *given, **keywords):
+    if name == module and int(early):
+        os.kill(os.getpid(), int(early))
+    return load(name, *given, **keywords)
+
+if int(late):
+    atexit.register(os.kill, os.getpid(), int(late))
+builtins.__import__ = imported
+runpy.run_module(name, run_name="__main__", alter_sys=True)
+"""
+
+
+def ended(*arguments: object, program: str = STARTING) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("jaxdist.train", "jax"),
+        ("jaxdist.launch", "jaxdist.operations.launch.supervisor"),
+    ],
+)
+def test_a_signal_before_the_imports_ends_a_command_with_75(name, module, number):
+    done = ended(name, module, int(number), 0)
+    assert done.returncode == 75, done.stderr
+    assert done.stdout == "asked to stop: nothing is unsaved\n"
+    assert not done.stderr
+
+
+@pytest.mark.parametrize(("command", "code"), [("true", 0), ("false", 1)])
+def test_a_signal_at_the_end_of_launch_leaves_its_code(command, code):
+    flags = ["--max-restarts", 0, "--", command]
+    done = ended("jaxdist.launch", "", 0, int(signal.SIGTERM), *flags)
+    assert done.returncode == code, done.stderr
+
+
+RUNNING = """
+import os, signal, sys, threading, time
+from jaxdist.distributed import stop_signals
+stop_signals.leave_at_signals()
+from jaxdist.trainer import preemption
+
+def interrupt():
+    for _ in range(5):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+
+with preemption.own_process(), preemption.StopSignals() as stop:
+    os.kill(os.getpid(), int(sys.argv[1]))
+    assert stop.reached(), "the handler of the start was called"
+    threading.Thread(target=interrupt, daemon=True).start()
+    try:
+        time.sleep(60)  # as a save
+    finally:
+        time.sleep(60)  # as the clean-up after it
+"""
+
+
+def test_ctrl_c_five_times_ends_a_save_in_one_line():
+    done = ended(int(signal.SIGTERM), program=RUNNING)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr == "interrupted again: work since the last save is lost\n"
