@@ -194,6 +194,22 @@ class SkippingDataset(Dataset):
         return self._whole.go_to(self.position(step), state)
 
     def without(self, first_step: int, last_step: int) -> SkippingDataset:
-        """Returns a dataset that also skips the batches of these updates."""
-        window = [self.position(first_step - 1), self.position(last_step - 1) + 1]
-        return SkippingDataset(self, [*self.windows, window])
+        """Returns a dataset that also skips the batches of these updates.
+
+        Without updates (`last_step < first_step`) the new window is empty. It still
+        counts as a rollback (`health.max_rollbacks`).
+        """
+        first = self.position(first_step - 1)
+        # Batches between two updates may be skipped already, so an end can lie before.
+        end = max(first, self.position(last_step - 1) + 1)
+        return SkippingDataset(self, [*self.windows, [first, end]])
+
+
+def describe_window(window: Sequence[int]) -> str:
+    """Describes a window of batches, [first, end), as a subject with its verb."""
+    first, end = window
+    if end == first:
+        return "no batch is"
+    if end == first + 1:
+        return f"batch {first} is"
+    return f"batches {first} to {end - 1} are"

@@ -18,7 +18,7 @@ from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import Display
 from jaxdist.trainer import batching, opening, restore, run_metadata
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd, StepView
-from jaxdist.trainer.health import Diverged, SkippingDataset
+from jaxdist.trainer.health import Diverged, SkippingDataset, describe_window
 from jaxdist.trainer.held_out import score_held_out
 from jaxdist.trainer.preemption import StopSignals
 from jaxdist.trainer.saver import Saver
@@ -397,6 +397,6 @@ class Trainer:
             left_out=skipped_window,
         )
         self.display.note(
-            f"{fault}: back to step {step}, batches {skipped_window} are left out"
+            f"{fault}: back to step {step}, {describe_window(skipped_window)} left out"
         )
         return self.built.views.staged(state)

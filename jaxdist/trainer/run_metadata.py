@@ -91,7 +91,7 @@ def check_windows(windows: object) -> list[list[int]]:
     checked: list[list[int]] = of_kind(windows, list, "windows")
     for window in checked:
         if not _is_window(window):
-            raise Malformed(f"{window!r:.40} is no [first, end] of batches")
+            raise Malformed(f"{window!r:.40} is no window [first, end) of batches")
     return checked
 
 
