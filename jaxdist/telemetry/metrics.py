@@ -203,9 +203,11 @@ def read_rows(path: str | os.PathLike[str]) -> MetricRows:
     """Reads the rows of a metrics.jsonl, sorted by step.
 
     Lines without a JSON object that has an integer `step` are counted and skipped, such
-    as a torn line. After a resume steps repeat: the last row of a step wins, separately
-    for training and evaluation rows. If the run went back to a step for a longer
-    schedule (`EXTENDED`), older rows after that step are skipped.
+    as a torn line. A run that goes back (resume or rollback) writes its steps again. A
+    training row, which has `loss`, therefore replaces all earlier training and
+    evaluation rows from its step on. If the run went back to a step for a longer
+    schedule (`EXTENDED`), older rows after that step are skipped, too. Otherwise the
+    last row of a step wins, separately for training and evaluation rows.
 
     Args:
       path: the file, or the workdir that holds it. No file means no rows.
@@ -254,17 +256,37 @@ def _last_of_steps(rows: list[Row]) -> tuple[dict[int, Row], dict[int, Row]]:
     """Finds the last row of each step, in file order: (training, evaluation) rows."""
     train: dict[int, Row] = {}
     evaluation: dict[int, Row] = {}
+    newest = -1  # step of the last training row
     for row in rows:
         step = row["step"]
         if EXTENDED in row:
             for rows_by_step in (train, evaluation):
                 for later in [n for n in rows_by_step if n > step]:
                     del rows_by_step[later]
+            newest = min(newest, step)
             continue
+        if "loss" in row:
+            if step <= newest:
+                _remove_undone(train, evaluation, step)
+            newest = step
         rows_by_step = evaluation if "eval_loss" in row else train
         rows_by_step.pop(step, None)
         rows_by_step[step] = row
     return train, evaluation
+
+
+def _remove_undone(
+    train: dict[int, Row], evaluation: dict[int, Row], first: int
+) -> None:
+    """Removes the rows of steps that the run does again, from step `first` on.
+
+    Rows of callbacks stay: those of the repeated steps may be there already, because
+    the row of a step is written a few steps later.
+    """
+    for step in [n for n, row in train.items() if n >= first and "loss" in row]:
+        del train[step]
+    for step in [n for n in evaluation if n >= first]:
+        del evaluation[step]
 
 
 def _is_metrics(row: Row) -> bool:

@@ -307,6 +307,8 @@ def test_a_drift_goes_back_to_where_a_spike_went_back(tmp_path, capsys):
     assert "a drift on order: back to step 2, no batch is left out" in printed
     result = run(tmp_path / "run", train__steps=6)
     assert int(result.state.step) == 6
+    starts = [e for e in read_events(tmp_path / "run") if e["event"] == "start"]
+    assert [event["devices"] for event in starts] == [1, 1]  # of the eight that exist
     metadata = read_step(tmp_path / "run" / "checkpoints", 6).metadata
     assert metadata["skipped_data"] == [[2, 3], [3, 3]]
 
