@@ -322,6 +322,10 @@ class Throughput:
     MFU = model FLOPs / (time x peak), without recomputation. `mfu_causal` (also `mfu`)
     counts attention causally, `mfu_full` counts it in full. HFU counts all matmuls of
     the step's program: recomputation, too, and attention in full.
+
+    MFU counts the FLOPs of targets with weight > 0: padding and prompts are no useful
+    work. HFU counts them, because the devices compute them. Both count attention over
+    the whole sequence. Packed documents see fewer keys (`AttentionCost.fused_flops`).
     """
 
     num_devices: int

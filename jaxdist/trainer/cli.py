@@ -56,7 +56,9 @@ class ConfigParser(Parser):
             "-h", "--help", nargs="?", const="", metavar="TEXT", help=help_of_help
         )
         self.add_argument(
-            "--config", help="packaged name or path, with optional :argument"
+            "--config",
+            help="packaged name or path, with optional :argument; --config.KEY=VALUE sets a "
+            "key (if a key or a flag is repeated, the last one counts)",
         )
         add_trust(self)
 
@@ -79,7 +81,8 @@ def parse(
         Commands pass jaxdist.interop.WEIGHT_SOURCES.
 
     Raises:
-      ConfigError: the command line or the config is invalid. It lists all faults.
+      ConfigError: the command line or the config is invalid. It lists all faults of
+        flags, names and types. `validation.validate` checks the values.
     """
     if arguments is None:
         arguments = sys.argv[1:]
