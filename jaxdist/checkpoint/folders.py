@@ -323,7 +323,7 @@ def describe(
             name: {"dtype": info.dtype, "shape": list(info.shape)}
             for name, info in arrays.items()
         },
-        "run": dict(metadata),
+        "run": dict(metadata),  # the run's identity is in the manifest, not here
     }
     json.dumps(document, allow_nan=False)
     return document

@@ -96,7 +96,8 @@ class Pieces(NamedTuple):
 
     owner: np.ndarray  # [P] int32, number of the file; -1 = padding
     start: np.ndarray  # [P] int64, offset of the first token in the file
-    length: np.ndarray  # [P] int64, number of tokens, or of predictions in a sample
+    # [P] int64, number of tokens; in a sample of `packing`, number of predictions
+    length: np.ndarray
 
     def take(self, chosen: np.ndarray) -> "Pieces":
         """Selects pieces by a mask or by numbers."""

@@ -158,6 +158,8 @@ class SkippingDataset(Dataset):
     """
 
     def __init__(self, dataset: Dataset, windows: Iterable[Sequence[int]] = ()) -> None:
+        # The methods that this class inherits work on the dataset's attributes. Those
+        # below call `_whole`, which may be of a subclass of Dataset.
         vars(self).update(vars(dataset))
         self._whole = getattr(dataset, "_whole", dataset)
         self.windows = [[first, end] for first, end in windows]
@@ -182,7 +184,7 @@ class SkippingDataset(Dataset):
     def attention_work(
         self, step: int, global_size: int, chunks: int = 1
     ) -> np.ndarray | None:
-        """Estimates the attention work of a global batch's rows; see Dataset."""
+        """Computes the attention work of a global batch's rows; see Dataset."""
         return self._whole.attention_work(self.position(step), global_size, chunks)
 
     def reader_state(self, step: int) -> Any:

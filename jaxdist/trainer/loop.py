@@ -215,7 +215,7 @@ class Trainer:
                 self.log.add_step(number, metrics)
                 self.saver.after_step(number - done)
                 reason = self._between_steps(view)
-                if self.signals.reached() or reason:
+                if self.signals.finish_step() or reason:
                     break
             self.log.drain_metrics()
             # Only `_between_steps` shows whether the run stops early. So the last step
@@ -274,7 +274,7 @@ class Trainer:
 
     def _after_last_step(self, view: StepView) -> None:
         """Calls all callbacks that pause the loop, evaluates and saves."""
-        for callback in self.callbacks.due(0):
+        for callback in self.callbacks.pausing():
             with self._paused(view, callback.bucket):
                 self.callbacks.paused_step(callback, view)
         if self.config.train.eval_every and not view.interrupted:
@@ -399,4 +399,4 @@ class Trainer:
         self.display.note(
             f"{fault}: back to step {step}, {describe_window(skipped_window)} left out"
         )
-        return self.built.views.staged(state)
+        return self.built.views.by_stage(state)

@@ -464,7 +464,7 @@ def test_a_callback_of_the_first_process_is_called_there_alone(monkeypatch):
         # the loop pauses on all, so that all vote
         assert everyone.due(2) == [lead]
         assert everyone.keys == {"train.patience"}
-        with everyone.entered():
+        with everyone.enter_others():
             everyone.check(config_of())
             everyone.start(None)
             everyone.paused_step(lead, empty_view())

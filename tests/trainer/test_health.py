@@ -368,10 +368,10 @@ def test_a_run_whose_copies_differ_goes_back_and_repeats_its_data(
 
 def test_a_signal_in_the_last_step_finds_a_finished_run(tmp_path, monkeypatch):
     class Late(trainer.StopSignals):
-        def reached(self):
+        def finish_step(self):
             if self._steps == STEPS - 1:
                 signal.raise_signal(signal.SIGINT)
-            found = super().reached()
+            found = super().finish_step()
             assert found == (self._steps == STEPS)
             return found
 
