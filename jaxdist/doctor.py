@@ -89,7 +89,7 @@ def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any
         },
         "disk": {
             "runs": _disk(Path("runs").absolute()),
-            "tokenised data": _disk(DataConfig().cache_folder()),
+            "tokenized data": _disk(DataConfig().cache_folder()),
             "compiled programs": _disk(compile_cache),
         },
         "network": [

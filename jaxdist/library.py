@@ -1,6 +1,7 @@
 """The library: `fit` trains a model of the caller's, and `run` trains a config.
 
-Only this module and the commands put core and wings together.
+Only this module and the commands put core and wings together: the folders that train,
+and those that plan, verify, operate and exchange models (docs/architecture.md).
 """
 
 from __future__ import annotations

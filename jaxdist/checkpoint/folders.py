@@ -384,7 +384,7 @@ def describe(
             name: {"dtype": info.dtype, "shape": list(info.shape)}
             for name, info in arrays.items()
         },
-        "run": dict(metadata),
+        "run": dict(metadata),  # the run's identity is in the manifest, not here
     }
     json.dumps(document, allow_nan=False)
     return document
@@ -531,7 +531,7 @@ def quarantine(folder: Path, step: int, reason: str, *, undone: bool = False) ->
       undone: whether the run has gone back behind the step, which may be intact.
 
     Raises:
-      OSError: the step cannot be moved.
+      OSError: the step cannot be moved, or it was moved and its note not written.
     """
     aside = quarantine_folder(folder)
     if is_local(aside) and aside.is_symlink():
@@ -553,12 +553,17 @@ def quarantine(folder: Path, step: int, reason: str, *, undone: bool = False) ->
     }
     if undone:
         document["undone"] = True
+    # The note comes first. If the process dies in between, the step is still at its
+    # place. A moved step without a note would be fetched again from the store of copies.
+    try:
+        atomic.write_text(note, json.dumps(document, indent=1) + "\n", durable=True)
+    except OSError:
+        if is_local(source):  # a full disk takes no note, but the step can move
+            shutil.move(source, target)
+        raise
     if is_local(source):
-        # This works across disks. The step moves first: a full disk takes no note.
-        shutil.move(source, target)
-    atomic.write_text(note, json.dumps(document, indent=1) + "\n", durable=True)
-    if not is_local(source):
-        # The step moves last: in an object store the note creates the folder.
+        shutil.move(source, target)  # this works across disks
+    else:
         source.rename(target)
 
 

@@ -98,7 +98,13 @@ def _reader_has_gone(stream: typing.TextIO) -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser of a command, whose errors are ConfigErrors."""
+    """Argument parser of a command, whose errors are ConfigErrors.
+
+    Flags must be written out. If a flag is repeated, the last one counts.
+    """
+
+    def __init__(self, **options: typing.Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads
         self,

@@ -27,7 +27,7 @@ class StepGrid:
     """Partition of a step's global batch, as in `jaxdist.step.batch_parts.split`."""
 
     accumulation: int
-    # microbatches of a pipeline in each accumulation part; 1 without a pipeline
+    # microbatches of a pipeline in each accumulation step; 1 without a pipeline
     microbatches: int
     batch_shards: int
     # devices over which the queries of a row are split; 1 = each device has whole rows
@@ -37,8 +37,8 @@ class StepGrid:
     zigzag: bool = False
 
     @property
-    def parts(self) -> int:
-        """Returns the number of parts of a step: accumulation x microbatches."""
+    def total_microbatches(self) -> int:
+        """Returns the product accumulation x microbatches of a step's batch."""
         return self.accumulation * self.microbatches
 
     @property
@@ -47,16 +47,18 @@ class StepGrid:
         return 2 * self.context if self.zigzag else self.context
 
     def cells(self, global_size: int) -> np.ndarray:
-        """Lists the rows of each cell, a batch shard of a part.
+        """Lists the rows of each cell, a batch shard of a microbatch.
 
         Returns:
-          [parts, shards, G / (parts x shards)].
+          [M, shards, G / (M x shards)], for M microbatches in all.
         """
         # A row number has the digits shard, place in the cell, microbatch,
-        # accumulation: adjacent rows of a shard are in different parts.
+        # accumulation: adjacent rows of a shard are in different microbatches.
         shape = (self.batch_shards, -1, self.microbatches, self.accumulation)
         rows = np.arange(global_size).reshape(shape)
-        return rows.transpose(3, 2, 0, 1).reshape(self.parts, self.batch_shards, -1)
+        return rows.transpose(3, 2, 0, 1).reshape(
+            self.total_microbatches, self.batch_shards, -1
+        )
 
     def on_devices(self, work: np.ndarray) -> np.ndarray:
         """Adds up the work of chunks by device of the context axis.
@@ -209,7 +211,7 @@ class Balancer:
         means = _means(balanced if self._balanced else plain)
         other_means = _means(plain if self._balanced else balanced)
         alternative = "none" if self._balanced else "attention"
-        parts = self._grid.parts
+        parts = self._grid.total_microbatches
         shards = self._grid.batch_shards
         context_text = ""
         if self._grid.context > 1:

@@ -64,7 +64,8 @@ class DatasetSplit:
 
     name: str
     samples: Samples
-    num_tokens: int  # number of tokens; number of samples if the source has arrays
+    # number of tokens; of learned tokens in chats; of samples if the source has arrays
+    num_tokens: int
     num_bytes: float | None = None  # UTF-8 bytes of the text; None = unknown
     scanned: bool = True  # whether all token ids are known to be in the vocabulary
     pads: bool = True  # whether rows past the end are empty rows with weight 0
@@ -96,8 +97,8 @@ class Dataset:
           seed: seed of the order.
           fingerprint: hash of the tokens, the split, the cut and the mixture.
         """
-        train = [side[0] for side in sides]
-        held_out = [side[1] for side in sides]
+        train = [train_side for train_side, _ in sides]
+        held_out = [held_out_side for _, held_out_side in sides]
         self.name = " + ".join(side.name for side in train)
         self.fingerprint = fingerprint
         self.tokenizer = tokenizer

@@ -297,7 +297,7 @@ def _write(corpus: Corpus, encoder: Encoder, folder: Path, log: Log) -> None:
         )
     writer.finish(corpus)
     elapsed_s = time.monotonic() - writer.begin_s
-    log(f"data: tokenised {writer.amount()} in {elapsed_s:.1f} s -> {folder.parent}")
+    log(f"data: tokenized {writer.amount()} in {elapsed_s:.1f} s -> {folder.parent}")
 
 
 class _CacheWriter:

@@ -151,7 +151,7 @@ class Fitted:
             raise ConfigError(
                 "evaluate: nothing is held out; give it arrays, or fit its `validation`"
             )
-        weights = built.views.staged_weights(self.outcome.state)
+        weights = built.views.weights_by_stage(self.outcome.state)
         return held_out(config, built, weights, dataset)
 
     def save(self, folder: Path | str) -> Path:

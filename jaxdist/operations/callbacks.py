@@ -1,4 +1,4 @@
-"""Callbacks of operations, imported by the roots from here."""
+"""Callbacks of operations. The commands and `library` import them from here."""
 
 from jaxdist.operations.copies.copying import CheckpointCopies
 from jaxdist.operations.ledger.ledger import Ledger, command_age_s

@@ -67,6 +67,10 @@ class AttentionCost(Cost):
         They are 12 H N span per token and layer. The span is the mean number of keys:
         S by the convention "full". By "causal" it is S / 2, or W - W^2 / 2S with a
         window of W tokens.
+
+        Packed documents do not shorten the span, although a token sees its own document
+        only: their lengths differ from batch to batch. MFU is then too high by a share
+        of at most these FLOPs (docs/watching-runs.md).
         """
         span = float(self.length)
         if convention == "causal":

@@ -213,7 +213,7 @@ def _smaller_parts(
     microbatches = composition.microbatches
     batch = composition.config.batch
     parts = batch.accumulation
-    shards = composition.parts * composition.shape.batch_shards
+    shards = composition.total_microbatches * composition.shape.batch_shards
     factors = axes.divisors(batch.global_size // shards)[1:]
     if microbatches > 1:
         override = best([f"pipeline.microbatches={microbatches * n}" for n in factors])

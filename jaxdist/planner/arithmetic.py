@@ -266,8 +266,10 @@ class Model:
         mesh = layout.config.mesh
         key = *_key(layout.shape), mesh.zero
         if key not in self._once:
-            chosen = reduction.choose(layout.spec, layout.rules, mesh.reduce, parts=2)
-            self._once[key] = chosen.once
+            chosen = reduction.choose(
+                layout.spec, layout.rules, mesh.reduce, microbatches=2
+            )
+            self._once[key] = chosen.axes_summed_once
         return self._once[key]
 
     def _shares_of(self, layout: Composition) -> list[Share]:

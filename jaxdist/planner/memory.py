@@ -150,11 +150,11 @@ class _Step:
         self.ordered = ordered
         self.pressed = pressed
         self.staging = composition.staging
-        self.spec = composition.staged_spec
+        self.spec = composition.spec_by_stage
         self.parameters = self.spec.named_trainable()
         self.compute_itemsize = jnp.dtype(run.precision.compute).itemsize
         self.stored_itemsize = jnp.dtype(run.precision.params).itemsize
-        parts = composition.parts * rules.shape.batch_shards
+        parts = composition.total_microbatches * rules.shape.batch_shards
         sequences = max(run.batch.global_size // parts, 1)
         self.policy = run.remat.policy if self.staging is None else self.staging.remat
         block_policy = "full" if self.policy == "layers" else self.policy

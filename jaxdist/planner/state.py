@@ -40,7 +40,7 @@ def held_state(composition: Composition, platform: str) -> Components:
     """
     run = composition.config
     rules = composition.rules
-    spec = composition.staged_spec
+    spec = composition.spec_by_stage
     tree = spec.trainable
     moments = _moments(composition, spec)
     rows = [rules.state(names, x.shape) for x, names in spec.named_trainable().values()]
@@ -165,7 +165,7 @@ def _moments(composition: Composition, spec: ModelSpec) -> Any:
 def _offloaded(composition: Composition, moments: Any, platform: str) -> Trained:
     """Marks with True the moments and averages that stay in host memory."""
     run = composition.config
-    spec = composition.staged_spec
+    spec = composition.spec_by_stage
     tree = spec.trainable
     state = Trained(tree, moments, tree if run.train.ema_decay else None)
     # A CPU device's memory is the host's.

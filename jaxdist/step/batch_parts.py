@@ -1,14 +1,14 @@
 """The dims of a batch's fields, and how a step splits its rows.
 
-A step splits its batch into A accumulation parts (batch.accumulation), also called
-accumulation steps, which run one after another. A pipeline splits each accumulation
-part into M microbatches. Both use `split`: row r is in accumulation part r % A, and in
-its microbatch (r // A) % M.
+A step splits its batch into A accumulation steps (batch.accumulation), which run one
+after another. A pipeline splits each accumulation step into M microbatches. Both use
+`split`: row r is in accumulation step r % A, and in its microbatch (r // A) % M.
+Without a pipeline, an accumulation step is one microbatch.
 
 Example: 16 rows over 2 batch shards, A = 2, M = 2. The loader places the rows 0 to 7
 on shard 0, and the rows 8 to 15 on shard 1. No row moves after that:
 
-    accumulation part  microbatch  rows of shard 0  rows of shard 1
+    accumulation step  microbatch  rows of shard 0  rows of shard 1
     0                  0           0, 4             8, 12
     0                  1           2, 6             10, 14
     1                  0           1, 5             9, 13
@@ -63,7 +63,7 @@ def split(x: jax.Array, parts: int, names: tuple[str | None, ...] = ()) -> jax.A
 
     Args:
       x: the field.
-      parts: number of accumulation parts, or of microbatches in one of them.
+      parts: number of accumulation steps, or of microbatches in one of them.
       names: names of the dims after the first.
     """
     rows = x.reshape(x.shape[0] // parts, parts, *x.shape[1:])

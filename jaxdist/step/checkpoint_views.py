@@ -45,9 +45,9 @@ class StateStaging:
         }
         return cls(staging, modules)
 
-    def staged(self, state: State) -> State:
+    def by_stage(self, state: State) -> State:
         """Converts a state with flat blocks to blocks by stage."""
-        policy: State = self.policy.staged(state._replace(modules={}))
+        policy: State = self.policy.by_stage(state._replace(modules={}))
         return policy._replace(modules=self.staged_modules(state.modules))
 
     def flat(self, state: State) -> State:
@@ -60,7 +60,9 @@ class StateStaging:
 
     def staged_modules(self, modules: Mapping[str, Tree]) -> dict[str, Tree]:
         """Converts frozen modules with flat blocks to blocks by stage."""
-        return {name: self.modules[name].staged(tree) for name, tree in modules.items()}
+        return {
+            name: self.modules[name].by_stage(tree) for name, tree in modules.items()
+        }
 
 
 class CheckpointViews(NamedTuple):
@@ -72,9 +74,9 @@ class CheckpointViews(NamedTuple):
     # a state, which stays valid -> the state with flat layers
     flat: Callable[[State], State]
     # a state with flat layers, which is donated -> a state
-    staged: Callable[[State], State]
+    by_stage: Callable[[State], State]
     # a flat state without optimizer state and average -> a state to evaluate
-    staged_weights: Callable[[State], State]
+    weights_by_stage: Callable[[State], State]
     abstract: State  # flat state as ShapeDtypeStructs with shardings
 
 
@@ -91,8 +93,8 @@ def build_views(
     if state_staging is None:
         return CheckpointViews(
             flat=_same,
-            staged=_same,
-            staged_weights=_same,
+            by_stage=_same,
+            weights_by_stage=_same,
             abstract=jax.tree.map(with_sharding, abstract, shardings),
         )
     shapes = jax.eval_shape(state_staging.flat, abstract)
@@ -100,13 +102,13 @@ def build_views(
 
     def flat_sharding(
         flat: jax.ShapeDtypeStruct,
-        staged: jax.ShapeDtypeStruct,
+        by_stage: jax.ShapeDtypeStruct,
         sharding: NamedSharding,
     ) -> NamedSharding:
-        if flat.shape == staged.shape:
+        if flat.shape == by_stage.shape:
             return sharding
         layers_axis = "pipeline" if flat.shape[0] % stages == 0 else None
-        # A staged array is [chunks, stages, layers, ...], a flat one [layers, ...]. So
+        # An array by stage is [chunks, stages, layers, ...], a flat one [layers, ...]. So
         # `spec[3:]` has the entries of the dims after the layers, which stay as they
         # are. The flat layers are split over the stages if these divide them.
         spec = P(layers_axis, *sharding.spec[3:])
@@ -116,8 +118,10 @@ def build_views(
     weight_shardings = shardings._replace(opt_state=None, ema=None)
     return CheckpointViews(
         flat=_compile_conversion(state_staging.flat, flat_shardings, donate=False),
-        staged=_compile_conversion(state_staging.staged, shardings, donate=True),
-        staged_weights=jax.jit(state_staging.staged, out_shardings=weight_shardings),
+        by_stage=_compile_conversion(state_staging.by_stage, shardings, donate=True),
+        weights_by_stage=jax.jit(
+            state_staging.by_stage, out_shardings=weight_shardings
+        ),
         abstract=jax.tree.map(with_sharding, shapes, flat_shardings),
     )
 
@@ -140,7 +144,7 @@ def _compile_conversion(
     whose other leaves are None, which jax skips.
 
     Args:
-      convert: the conversion, `StateStaging.flat` or `StateStaging.staged`.
+      convert: the conversion, `StateStaging.flat` or `StateStaging.by_stage`.
       shardings: shardings of the converted state, which may be in the host's memory.
       donate: whether the programs may reuse the buffers of the old state.
 

@@ -53,7 +53,7 @@ def first_state(
         )
     if state_staging:
         trainable, model_state, frozen = map(
-            state_staging.policy.staged, (trainable, model_state, frozen)
+            state_staging.policy.by_stage, (trainable, model_state, frozen)
         )
         modules = state_staging.staged_modules(modules)
     trainable = _as_stored(trainable, config.params)

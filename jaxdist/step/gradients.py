@@ -22,10 +22,11 @@ from jaxdist.step.batch_parts import split_batch
 from jaxdist.step.state import State
 
 
-class PartSums(Protocol):
+class SumsFunction(Protocol):
     """A function that computes the objective, or its gradients, for a batch.
 
-    The step calls it with one accumulation part at a time.
+    The step calls it with one accumulation step at a time. The trained parameters come
+    first, since jax differentiates by the first argument.
     """
 
     def __call__(
@@ -43,30 +44,33 @@ class PartSums(Protocol):
           trainable: the trained parameters.
           model_state: the model's state.
           frozen: the parameters that are not trained.
-          batch: the global batch, or an accumulation part of it.
+          batch: the global batch, or an accumulation step of it.
           key: the step's random key; None: the model is deterministic.
           scale: factor of the objective and its gradients; default: 1.
 
         Returns:
           The objective or its gradients, multiplied by `scale`; the unscaled loss; and
-          the state that the model's code has left.
+          the state that the model's code has left. A pipeline without its backward pass
+          has neither: the first item is then a scalar 0, and only the loss is read.
         """
         ...
 
 
 class Sums(NamedTuple):
-    """Sums over the global batch in float32, not divided by the count."""
+    """Sums over the global batch in float32, and the model's state after it.
+
+    The sums are not divided by the count.
+    """
 
     gradients: Tree
     loss: Loss
-    # The model's state, which is no sum. With several accumulation parts, it is the
-    # state before the step.
+    # the model's state after the batch; with several accumulation steps, that before it
     model_state: Tree
 
 
 def build_objective(
     spec: ModelSpec, *, compute: str, remat: RematConfig | str
-) -> PartSums:
+) -> SumsFunction:
     """Builds the objective of a model: the sum of its losses and aux terms.
 
     Args:
@@ -88,7 +92,7 @@ def build_objective(
         if execution.current().manual and not spec.casts_itself:
             trainable = _gather_edges(trainable)
             frozen = _gather_edges(frozen)
-        # The model's own random streams must differ between accumulation parts.
+        # The model's own random streams must differ between accumulation steps.
         stream_key = key
         if key is not None and spec.streams and "sample" in batch:
             stream_key = jax.random.fold_in(key, batch["sample"][0])
@@ -112,7 +116,7 @@ def names_of(spec: ModelSpec) -> StageParams:
 
 def build_pipelined(
     spec: ModelSpec, staging: Staging, *, compute: str, backward: bool = True
-) -> PartSums:
+) -> SumsFunction:
     """Builds the gradients of the objective, computed by the stages of a pipeline.
 
     They equal the gradients of `build_objective`.
@@ -160,13 +164,13 @@ def build_assemble(
     """
 
     def assemble(params: StageParams) -> Any:
-        trained = params.trained
+        trainable = params.trainable
         frozen = params.frozen
         if not spec.casts_itself:
-            trained = _gather_edges(trained)
+            trainable = _gather_edges(trainable)
             frozen = _gather_edges(frozen)
         return assemble_model(
-            spec, compute, trained, params.model_state, frozen, key=key
+            spec, compute, trainable, params.model_state, frozen, key=key
         )
 
     return assemble
@@ -208,19 +212,19 @@ def assemble_model(
 
 
 def sum_gradients(
-    gradient_of: PartSums,
+    gradient_of: SumsFunction,
     state: State,
     batch: Batch,
     key: jax.Array,
     *,
     accumulation: int,
     names: StageParams,
-    once: tuple[str, ...] = (),
+    axes_summed_once: tuple[str, ...] = (),
     scale: jax.Array | None = None,
 ) -> Sums:
-    """Sums gradients and losses over a global batch, one accumulation part at a time.
+    """Sums gradients and losses over a global batch, one accumulation step at a time.
 
-    The caller divides the sums by the global count. So accumulation parts with unequal
+    The caller divides the sums by the global count. So accumulation steps with unequal
     counts (packing, padding) weigh as in a batch that is not split.
 
     Args:
@@ -228,11 +232,11 @@ def sum_gradients(
       state: the state, whose parameters and model state are read.
       batch: the global batch.
       key: the step's random key.
-      accumulation: number of accumulation parts, which run one after another.
+      accumulation: number of accumulation steps, which run one after another.
       names: logical names of the model's arrays.
-      once: mesh axes over which gradients are reduced once, after all accumulation
-        parts. A model then sees only the rows of its replica (`reduction.choose`). The
-        batch must be divisible by these axes.
+      axes_summed_once: mesh axes over which gradients are summed once, after all
+        accumulation steps. A model then sees only the rows of its replica
+        (`reduction.choose`). The batch must be divisible by these axes.
       scale: factor of the loss. The returned sums are unscaled.
     """
 
@@ -240,29 +244,31 @@ def sum_gradients(
         params: StageParams, batch: Batch, key: jax.Array, scale: jax.Array | None
     ) -> Sums:
         scaled = partial(gradient_of, scale=scale)
-        return _sum_accumulation_parts(
-            scaled, params, batch, key, accumulation, names.trained
+        return _sum_accumulation_steps(
+            scaled, params, batch, key, accumulation, names.trainable
         )
 
     params = StageParams(state.trainable, state.frozen, state.model_state)
-    if not once:
+    if not axes_summed_once:
         sums = sum_locally(params, batch, key, scale)
         return sums._replace(gradients=loss_scale.unscaled(sums.gradients, scale))
     pipelined = execution.current().axis_size("pipeline") > 1
-    axes = ("pipeline", *once) if pipelined else once
+    axes = ("pipeline", *axes_summed_once) if pipelined else axes_summed_once
     specs = jax.tree.map(partial(execution.region_spec, axes=axes), params, names)
     gradients, loss = execution.region(
-        lambda *arrays: _summed(sum_locally(*arrays), names.trained, once),
+        lambda *arrays: _summed(
+            sum_locally(*arrays), names.trainable, axes_summed_once
+        ),
         axes,
-        in_specs=(specs, P(once), P(), P()),
-        out_specs=(specs.trained, P()),
+        in_specs=(specs, P(axes_summed_once), P(), P()),
+        out_specs=(specs.trainable, P()),
     )(params, batch, key, scale)
-    gradients = loss_scale.unscaled(_shard_gradients(gradients, names.trained), scale)
+    gradients = loss_scale.unscaled(_shard_gradients(gradients, names.trainable), scale)
     return Sums(gradients, loss, state.model_state)
 
 
-def _sum_accumulation_parts(
-    gradient_of: PartSums,
+def _sum_accumulation_steps(
+    gradient_of: SumsFunction,
     params: StageParams,
     batch: Batch,
     key: jax.Array,
@@ -271,9 +277,9 @@ def _sum_accumulation_parts(
 ) -> Sums:
     trainable, frozen, model_state = params
 
-    def sums_of(accumulation_part: Batch) -> Sums:
+    def sums_of(accumulation_step: Batch) -> Sums:
         gradients, (loss, after) = gradient_of(
-            trainable, model_state, frozen, accumulation_part, key
+            trainable, model_state, frozen, accumulation_step, key
         )
         return Sums(
             gradients=_shard_gradients(gradients, names),
@@ -283,16 +289,16 @@ def _sum_accumulation_parts(
 
     if accumulation == 1:
         return sums_of(batch)
-    accumulation_parts = split_batch(batch, accumulation)
-    first_part = jax.tree.map(lambda x: x[0], accumulation_parts)
+    accumulation_steps = split_batch(batch, accumulation)
+    first_part = jax.tree.map(lambda x: x[0], accumulation_steps)
     abstract = jax.eval_shape(sums_of, first_part)
     zeros: Sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
     zeros = zeros._replace(gradients=_shard_gradients(zeros.gradients, names))
 
-    def add(total: Sums, accumulation_part: Batch) -> tuple[Sums, None]:
-        return jax.tree.map(jnp.add, total, sums_of(accumulation_part)), None
+    def add(total: Sums, accumulation_step: Batch) -> tuple[Sums, None]:
+        return jax.tree.map(jnp.add, total, sums_of(accumulation_step)), None
 
-    sums, _ = jax.lax.scan(add, zeros, accumulation_parts)
+    sums, _ = jax.lax.scan(add, zeros, accumulation_steps)
     return sums._replace(model_state=model_state)
 
 

@@ -55,7 +55,7 @@ def check_model(
     Args:
       spec: the model with flat blocks.
       batch: arrays or their shapes, by name.
-      accumulation: number of accumulation parts of a batch.
+      accumulation: number of accumulation steps of a batch.
       stages: stages of the pipeline; 1 = no pipeline.
 
     Returns:
@@ -104,7 +104,7 @@ def _state_faults(
       spec: the model with flat blocks.
       stats: names of the stats that `loss` returns.
       changed: paths of the variables that `loss` changes.
-      accumulation: number of accumulation parts of a batch.
+      accumulation: number of accumulation steps of a batch.
       stages: stages of the pipeline; 1 = no pipeline.
     """
     causes = []

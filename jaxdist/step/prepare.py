@@ -1,7 +1,7 @@
 """The forward program by which frozen modules add an objective's fields to a batch.
 
 It runs in the step, before the program of the policy (the model that is trained).
-Frozen modules compute a batch in the same accumulation parts and microbatches as the
+Frozen modules compute a batch in the same accumulation steps and microbatches as the
 policy, and in the stages of the same pipeline. Nothing is differentiated, so no
 activation is kept for a backward pass.
 """
@@ -59,7 +59,7 @@ def build_prepare(
       spec: the model with flat blocks.
       staging: the pipeline's partition of the policy; None: no pipeline.
       compute: dtype of the modules' matrix products and activations.
-      accumulation: number of accumulation parts of the batch.
+      accumulation: number of accumulation steps of the batch.
       counts_targets: whether to add the field TARGETS_PER_COUNT if aux terms of blocks
         need it.
     """
@@ -199,8 +199,8 @@ def _whole_terms(module: ModelSpec, compute: str) -> _TermsOf:
 def _pipelined_terms(module: ModelSpec, staging: Staging, compute: str) -> _TermsOf:
     """Builds the function that computes a module's terms in a pipeline."""
     program = staging.program()
-    staged = staging.staged_spec(module)
-    names = names_of(staged)
+    by_stage = staging.spec_by_stage(module)
+    names = names_of(by_stage)
 
     def score(model: Any, x: jax.Array, microbatch: Batch, number: jax.Array) -> Loss:
         """Computes the terms of a microbatch as stats, [microbatches, ...].
@@ -217,7 +217,7 @@ def _pipelined_terms(module: ModelSpec, staging: Staging, compute: str) -> _Term
 
     def terms_of(arrays: Tree, batch: Batch) -> Terms:
         pipeline = Pipeline(
-            staging, program, build_assemble(staged, compute, None), score
+            staging, program, build_assemble(by_stage, compute, None), score
         )
         params = StageParams({}, arrays, {})
         microbatches = split_batch(batch, staging.microbatches)

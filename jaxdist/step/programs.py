@@ -21,7 +21,7 @@ from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.step import model_checks, reduction
 from jaxdist.step.evaluation import LossSums
 from jaxdist.step.gradients import (
-    PartSums,
+    SumsFunction,
     assemble_model,
     build_objective,
     build_pipelined,
@@ -37,24 +37,25 @@ from jaxdist.step.update import UpdateRule, apply_stats
 
 def build_step_with_gradients(
     spec: ModelSpec,
-    gradient_of: PartSums,
+    gradient_of: SumsFunction,
     rule: UpdateRule,
     *,
     mesh: Mesh,
     rules: Rules,
     config: StepConfig,
-    staged: ModelSpec,
+    spec_by_stage: ModelSpec,
 ) -> Callable[[State, Batch], tuple[State, Metrics, Tree]]:
     """Builds the step: it updates the state, and also returns the mean gradients.
 
     Args:
       spec: the model with flat blocks.
-      gradient_of: computes the gradients of an accumulation part of a batch.
+      gradient_of: computes the gradients of an accumulation step of a batch.
       rule: updates the state by the gradients.
       mesh: the devices.
       rules: the sharding rules.
       config: the step's settings.
-      staged: the model as the step holds its arrays: with a pipeline, blocks by stage.
+      spec_by_stage: the model as the step holds its arrays: with a pipeline, its
+        blocks by stage.
     """
     staging = config.staging
     accumulation = config.accumulation
@@ -63,8 +64,8 @@ def build_step_with_gradients(
         spec, staging, compute=config.compute, accumulation=accumulation
     )
     setting = config.reduce_over_replicas
-    parts = config.total_microbatches
-    chosen = reduction.choose(spec, rules, setting, parts=parts)
+    microbatches = config.total_microbatches
+    chosen = reduction.choose(spec, rules, setting, microbatches=microbatches)
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
         faults = model_checks.check_model(
@@ -80,7 +81,7 @@ def build_step_with_gradients(
             recipe=config.recipe,
         ):
             key = jax.random.fold_in(key_of(config.seed, STEPS), state.step)
-            once = reduction.axes_for(chosen, batch, rules, setting, parts)
+            axes = reduction.axes_for(chosen, batch, rules, setting, microbatches)
             loss_scale = state.opt_state.loss_scale
             scale = None if loss_scale is None else factor(loss_scale, batch)
             parameters = (state.trainable, state.frozen)
@@ -93,8 +94,8 @@ def build_step_with_gradients(
                 batch,
                 key,
                 accumulation=accumulation,
-                names=names_of(staged),
-                once=once,
+                names=names_of(spec_by_stage),
+                axes_summed_once=axes,
                 scale=scale,
             )
             gradients = jax.tree.map(lambda g: g / sums.loss.count, sums.gradients)
@@ -106,7 +107,7 @@ def build_step_with_gradients(
 
 
 def build_evaluate(
-    spec: ModelSpec, loss_of: PartSums, mesh: Mesh, rules: Rules, config: StepConfig
+    spec: ModelSpec, loss_of: SumsFunction, mesh: Mesh, rules: Rules, config: StepConfig
 ) -> Callable[[State, Batch], LossSums]:
     """Builds the function `TrainStep.evaluate`.
 
@@ -150,7 +151,9 @@ def build_evaluate(
     return evaluate
 
 
-def build_gradients(spec: ModelSpec, config: StepConfig) -> tuple[PartSums, PartSums]:
+def build_gradients(
+    spec: ModelSpec, config: StepConfig
+) -> tuple[SumsFunction, SumsFunction]:
     """Builds the gradients of the objective, and the objective without gradients.
 
     Args:

@@ -1,8 +1,8 @@
-"""The reduction of gradients over replicas: once a step, or with each part of a step.
+"""The reduction of gradients over replicas: once a step, or with each microbatch.
 
-A part is here a microbatch of an accumulation part (`batch_parts`). By default, the
-gradients of each part are summed over replicas. If they are summed once, every replica
-first adds up the gradients of its parts. That happens in a region that is manual over
+`batch_parts` says what a microbatch is. By default, the gradients of each microbatch
+are summed over replicas. If they are summed once, every replica first adds up the
+gradients of its microbatches. That happens in a region that is manual over
 the replicas' mesh axes (`gradients.sum_gradients`). The model then sees only its
 replica's samples, so its loss must be a sum over samples. Its random numbers must
 depend on the samples, not on their place in the batch.
@@ -27,36 +27,40 @@ Reduce = Literal["auto", "each", "once"]
 class Reduction(NamedTuple):
     """The mesh axes over which gradients are summed once a step, or why there are none."""
 
-    once: tuple[str, ...]  # mesh axes; () = gradients are summed with each part
-    over: str  # such as "data 2 x fsdp 4"; "" = a step has one part or one replica
-    why_each: str = ""  # why gradients are summed with each part; "" = they are not
+    axes_summed_once: tuple[str, ...]  # () = gradients are summed with each microbatch
+    over: str  # such as "data 2 x fsdp 4"; "" = one microbatch or one replica
+    why_each: str = (
+        ""  # why gradients are summed with each microbatch; "" = they are not
+    )
 
 
-def choose(spec: ModelSpec, rules: Rules, setting: Reduce, *, parts: int) -> Reduction:
+def choose(
+    spec: ModelSpec, rules: Rules, setting: Reduce, *, microbatches: int
+) -> Reduction:
     """Chooses how often gradients are summed over replicas.
 
     Args:
       spec: the model.
       rules: the sharding rules.
       setting: value of mesh.reduce.
-      parts: parts of a step's batch, accumulation x microbatches.
+      microbatches: microbatches of a step's batch, over all accumulation steps.
 
     Raises:
       ConfigError: the setting is `once`, and the model does not allow it.
     """
     axes = rules.replica_axes
     sizes = rules.shape.sizes
-    if not axes or (parts == 1 and sizes["pipeline"] == 1):
-        return Reduction(once=(), over="")
+    if not axes or (microbatches == 1 and sizes["pipeline"] == 1):
+        return Reduction(axes_summed_once=(), over="")
     over = " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
     why = "mesh.reduce=each" if setting == "each" else obstacle(spec, rules)
     if setting == "auto":
         why = why or _risk(spec, rules)
     if not why:
-        return Reduction(once=axes, over=over)
+        return Reduction(axes_summed_once=axes, over=over)
     if setting == "once":
         raise ConfigError(refusal(why))
-    return Reduction(once=(), over=over, why_each=why)
+    return Reduction(axes_summed_once=(), over=over, why_each=why)
 
 
 def obstacle(spec: ModelSpec, rules: Rules) -> str:
@@ -117,7 +121,7 @@ def refusal(why: str) -> str:
 
 
 def axes_for(
-    chosen: Reduction, batch: Batch, rules: Rules, setting: Reduce, parts: int
+    chosen: Reduction, batch: Batch, rules: Rules, setting: Reduce, microbatches: int
 ) -> tuple[str, ...]:
     """Chooses the axes over which the gradients of a batch are summed once a step.
 
@@ -126,7 +130,7 @@ def axes_for(
       batch: the global batch.
       rules: the sharding rules.
       setting: value of mesh.reduce.
-      parts: parts of a step's batch, accumulation x microbatches.
+      microbatches: microbatches of a step's batch, over all accumulation steps.
 
     Returns:
       The axes of `chosen`; () if the batch cannot be divided by them.
@@ -134,20 +138,23 @@ def axes_for(
     Raises:
       ConfigError: the setting is `once`, and the batch cannot be divided.
     """
-    unit = parts * math.prod(rules.shape.sizes[axis] for axis in chosen.once)
+    unit = microbatches * math.prod(
+        rules.shape.sizes[axis] for axis in chosen.axes_summed_once
+    )
     uneven = [
         f"{name} {list(x.shape)}"
         for name, x in batch.items()
         if not x.ndim or x.shape[0] % unit
     ]
-    if not chosen.once or not uneven:
-        return chosen.once
+    if not chosen.axes_summed_once or not uneven:
+        return chosen.axes_summed_once
     entries = ", ".join(uneven)
-    why = f"{entries} of the batch cannot be divided into {parts} parts x {chosen.over} = {unit}"
+    why = f"{entries} of the batch cannot be divided into {microbatches} microbatches x {chosen.over} = {unit}"
     if setting == "once":
         raise ConfigError(refusal(why))
     warnings.warn(
-        f"gradients are summed over {chosen.over} with each part: {why}", stacklevel=2
+        f"gradients are summed over {chosen.over} with each microbatch: {why}",
+        stacklevel=2,
     )
     return ()
 
@@ -157,7 +164,7 @@ def sent_dtype(names: Names, dims: tuple[int, ...], reduce: str) -> jnp.dtype:
 
     Gradients of kernels cross in `precision.reduce`. Gradients of tables are long sums
     over few rows, and cross in float32. So do gradients of vectors. The dtypes are the
-    same as with a sum after each part.
+    same as with a sum after each microbatch.
 
     Args:
       names: names of the parameter's dims.

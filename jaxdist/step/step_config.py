@@ -20,7 +20,7 @@ class StepConfig:
     """The settings of a step, apart from the model, the optimizer and the mesh."""
 
     seed: int = 0
-    # number of accumulation parts of a batch, which run one after another
+    # number of accumulation steps of a batch, which run one after another
     accumulation: int = 1
     compute: str = "float32"  # dtype of matrix products and activations
     params: str = "float32"  # dtype in which parameters are stored

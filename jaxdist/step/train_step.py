@@ -115,22 +115,22 @@ def build_train_step(
     faults = list(model_checks.faults(spec, stages=stages))
     if faults:
         raise ConfigError(faults)
-    staged = staging.staged_spec(spec) if staging else spec
+    spec_by_stage = staging.spec_by_stage(spec) if staging else spec
     state_staging = StateStaging.of(staging, spec)
     rule = build_update_rule(
         optimizer,
         schedule,
         spec,
         ema_decay=config.ema_decay,
-        names=staged.names,
+        names=spec_by_stage.names,
         moments_in=config.moments_in,
         scaler=config.loss_scale,
     )
-    placement.place(staged.all_parameters(), rules)
+    placement.place(spec_by_stage.all_parameters(), rules)
     init = partial(first_state, spec, state_staging, rule.transform, config)
     abstract = jax.eval_shape(init)
-    shardings = state_shardings(staged, abstract, mesh, rules, rule)
-    gradient_of, loss_of = programs.build_gradients(staged, config)
+    shardings = state_shardings(spec_by_stage, abstract, mesh, rules, rule)
+    gradient_of, loss_of = programs.build_gradients(spec_by_stage, config)
     step_with_gradients = programs.build_step_with_gradients(
         spec,
         gradient_of,
@@ -138,7 +138,7 @@ def build_train_step(
         mesh=mesh,
         rules=rules,
         config=config,
-        staged=staged,
+        spec_by_stage=spec_by_stage,
     )
     evaluate = programs.build_evaluate(spec, loss_of, mesh, rules, config)
 

@@ -405,7 +405,7 @@ def apply_stats(
         raise ConfigError(
             f"{name}.update changes parameters; keep such values in an nnx.Variable"
         )
-    return staging.staged(after) if staging else after
+    return staging.by_stage(after) if staging else after
 
 
 def where_finite(good: jax.Array, new: Tree, old: Tree) -> Tree:

@@ -8,7 +8,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import Literal
 
+# The phases of a run, in the order of a step. In "vote" processes agree on the requests
+# of their callbacks.
+Phase = Literal[
+    "start",
+    "restore",
+    "compile",
+    "data",
+    "step",
+    "evaluate",
+    "vote",
+    "save",
+    "end",
+]
 STEP = "step"  # bucket of the phase in which a run trains
 # buckets of work within a phase
 JOIN = "join"  # joining the process group and finding devices

@@ -5,8 +5,8 @@ activations, rotary embeddings, gathers and the optimizer are not counted; nor a
 in the costs that ops declare (`ops.costs`).
 
 `jaxpr_flops` counts a traced function; the model FLOPs of any model are 3 x its forward
-pass. `hlo_flops` counts a compiled program with its recomputation: the numerator of
-HFU.
+pass. Of a whole train step, which recomputes, it counts the numerator of HFU.
+`hlo_flops` counts a compiled program, for `plan`.
 """
 
 import functools

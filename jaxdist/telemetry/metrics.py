@@ -210,24 +210,25 @@ def read_rows(path: str | os.PathLike[str]) -> MetricRows:
     """Reads the rows of a metrics.jsonl, sorted by step.
 
     Lines without a JSON object that has an integer `step` are counted and skipped, such
-    as a torn line. After a resume steps repeat: the last row of a step wins, separately
-    for training and evaluation rows. If the run went back to a step for a longer
-    schedule (`EXTENDED`), older rows after that step are skipped.
+    as a torn line. A run that goes back (resume or rollback) writes its steps again. A
+    training row, which has `loss`, therefore replaces all earlier training and
+    evaluation rows from its step on. If the run went back to a step for a longer
+    schedule (`EXTENDED`), older rows after that step are skipped, too. Otherwise the
+    last row of a step wins, separately for training and evaluation rows.
 
     Args:
       path: the file, or the workdir that holds it. No file means no rows.
     """
     unreadable = 0
-    train: dict[int, Row] = {}
-    evaluation: dict[int, Row] = {}
+    rows = _LastRows()
     for line in iter_rows(path):
         if line.row is None:
             unreadable += 1
         else:
-            _keep_last(line.row, train, evaluation)
+            rows.add(line.row)
     return MetricRows(
-        train=[row for _, row in sorted(train.items())],
-        evaluation=[row for _, row in sorted(evaluation.items())],
+        train=[row for _, row in sorted(rows.train.items())],
+        evaluation=[row for _, row in sorted(rows.evaluation.items())],
         unreadable=unreadable,
     )
 
@@ -237,30 +238,58 @@ def read_last_rows(path: str | os.PathLike[str]) -> MetricRows:
 
     The rows are in the order in which they were written: the last one is the newest.
     """
-    train: dict[int, Row] = {}
-    evaluation: dict[int, Row] = {}
+    rows = _LastRows()
     for row in _read_last(path, METRICS_FILE, _is_metrics):
-        _keep_last(row, train, evaluation)
-    return MetricRows(list(train.values()), list(evaluation.values()))
+        rows.add(row)
+    return MetricRows(list(rows.train.values()), list(rows.evaluation.values()))
 
 
-def _keep_last(row: Row, train: dict[int, Row], evaluation: dict[int, Row]) -> None:
-    """Adds a row to those by step, in the order in which rows were written.
+class _LastRows:
+    """The last row of each step, in the order in which rows were written."""
 
-    Args:
-      row: the row, which replaces an earlier one of its step.
-      train: training rows by step.
-      evaluation: evaluation rows by step.
+    def __init__(self) -> None:
+        self.train: dict[int, Row] = {}
+        self.evaluation: dict[int, Row] = {}
+        self._newest = -1  # step of the last training row
+
+    def add(self, row: Row) -> None:
+        """Adds a row, which replaces an earlier one of its step."""
+        step = row["step"]
+        if EXTENDED in row:
+            for rows_by_step in (self.train, self.evaluation):
+                for later in [n for n in rows_by_step if n > step]:
+                    del rows_by_step[later]
+            self._newest = min(self._newest, step)
+            return
+        if is_of_step(row):
+            if step <= self._newest:
+                self._remove_undone(step)
+            self._newest = step
+        rows_by_step = self.evaluation if "eval_loss" in row else self.train
+        rows_by_step.pop(step, None)
+        rows_by_step[step] = row
+
+    def _remove_undone(self, first: int) -> None:
+        """Removes the rows of steps that the run does again, from step `first` on."""
+        undone = [
+            step
+            for step, row in self.train.items()
+            if step >= first and is_of_step(row)
+        ]
+        for step in undone:
+            del self.train[step]
+        for step in [n for n in self.evaluation if n >= first]:
+            del self.evaluation[step]
+
+
+def is_of_step(row: Row) -> bool:
+    """Tests whether a row is a training step's, and not a callback's or an evaluation's.
+
+    If the run goes back, its steps write such rows again. Rows of callbacks stay: those
+    of the repeated steps may be there already, because the row of a step is written a
+    few steps later.
     """
-    step = row["step"]
-    if EXTENDED in row:
-        for rows_by_step in (train, evaluation):
-            for later in [n for n in rows_by_step if n > step]:
-                del rows_by_step[later]
-        return
-    rows_by_step = evaluation if "eval_loss" in row else train
-    rows_by_step.pop(step, None)
-    rows_by_step[step] = row
+    return "loss" in row
 
 
 class Line(NamedTuple):
@@ -343,6 +372,10 @@ class Throughput:
     MFU = model FLOPs / (time x peak), without recomputation. `mfu_causal` (also `mfu`)
     counts attention causally, `mfu_full` counts it in full. HFU counts all matmuls of
     the step's program: recomputation, too, and attention in full.
+
+    MFU counts the FLOPs of targets with weight > 0: padding and prompts are no useful
+    work. HFU counts them, because the devices compute them. Both count attention over
+    the whole sequence. Packed documents see fewer keys (`AttentionCost.fused_flops`).
     """
 
     num_devices: int

@@ -49,8 +49,8 @@ class Run:
     note: Callable[[str], None]
     # prints a line of slow work, and tells the callbacks that the work makes progress
     say: Callable[[str], None]
-    # asks all processes to save and stop, with a reason; callable from any thread
-    preempt: Callable[[str], None]
+    # asks all processes to save and stop; callable from any thread
+    request_stop: Callable[[], None]
     num_chips: int = 1  # chips that cost money; if the devices are CPUs, machines
     # source, versions and machines, as in run.json; {} on processes but the first
     origin: Mapping[str, Any] = field(default_factory=dict)
@@ -205,7 +205,8 @@ class Callback:
     # the same calls at the same steps.
     lead_only = False
     # Interval of `on_step`. With 0, it follows each step while the devices compute the
-    # next one, and must not wait for them. With n, it follows each n-th step, when all
+    # next one, and must not wait for them (`every(0, ...)` makes no calls instead). With
+    # n, it follows each n-th step, when all
     # steps so far are recorded. It also follows the last step, in an additional call.
     steps = 0
     # Whether `on_step` of a callback with `steps` = 0 may request a save or the end.
@@ -240,17 +241,19 @@ class Callback:
         """
 
     def on_open(self, run: Run) -> None:
-        """Runs after the run's folder is locked. Nothing in it has been read yet."""
+        """Runs once the run's folder is locked, before its checkpoints are opened.
+
+        Only the versions of its files have been checked.
+        """
 
     def on_start(self, run: Run) -> None:
         """Runs after the checks, before anything is restored or compiled."""
 
-    def on_phase(self, phase: str, step: int) -> None:
+    def on_phase(self, phase: clock.Phase, step: int) -> None:
         """Runs as a phase starts.
 
         Args:
-          phase: start, restore, compile, data, step, evaluate, vote (processes agree on
-            the requests of their callbacks), save or end.
+          phase: the phase.
           step: the step that the phase is for; 0 before the first step.
         """
 
@@ -344,18 +347,20 @@ def every(
 class CallbackList:
     """The callbacks of a run, called together."""
 
-    def __init__(self, entered: Sequence[Callback], others: Sequence[Callback]) -> None:
+    def __init__(
+        self, already_entered: Sequence[Callback], others: Sequence[Callback]
+    ) -> None:
         """Takes the callbacks of a run.
 
         Args:
-          entered: callbacks that the caller has entered, before it joined the process
-            group.
-          others: callbacks that the method `entered` enters and exits.
+          already_entered: callbacks that the caller has entered, before it joined the
+            process group.
+          others: callbacks that `enter_others` enters and exits.
 
         Raises:
           ConfigError: an item is no callback.
         """
-        everyone = [*entered, *others]
+        everyone = [*already_entered, *others]
         check_callbacks(everyone)
         lead = jax.process_index() == 0
         self.keys = {key for callback in everyone for key in callback.keys}
@@ -373,8 +378,8 @@ class CallbackList:
         )
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Enters the callbacks in order, and exits them in reverse order.
+    def enter_others(self) -> Iterator[None]:
+        """Enters the other callbacks in order, and exits them in reverse order.
 
         An error on one process is raised on all, unless another error ended the run.
         """
@@ -411,7 +416,7 @@ class CallbackList:
                     callback.on_start(run)
                     self._started.append(callback)
 
-    def phase(self, phase: str, step: int = 0) -> None:
+    def phase(self, phase: clock.Phase, step: int = 0) -> None:
         """Calls `on_phase`."""
         for callback in self._here:
             callback.on_phase(phase, step)
@@ -446,13 +451,13 @@ class CallbackList:
         The list is the same on all processes, including callbacks of the first process.
 
         Args:
-          step: the step; 0 lists all callbacks that may pause the loop.
+          step: the step, from 1.
         """
-        return [
-            callback
-            for callback in self._everyone
-            if callback.steps > 0 and step % callback.steps == 0
-        ]
+        return [item for item in self.pausing() if step % item.steps == 0]
+
+    def pausing(self) -> list[Callback]:
+        """Lists all callbacks that may pause the loop, as `due` does."""
+        return [callback for callback in self._everyone if callback.steps > 0]
 
     def paused_step(self, callback: Callback, view: StepView) -> None:
         """Calls `on_step` of a callback that pauses the loop."""

@@ -63,8 +63,9 @@ class ConfigParser(Parser):
         self.add_argument(
             "--config",
             help="packaged name or path, with optional :argument; --config.KEY=VALUE "
-            "sets a key. Tuples: 1,2 or a,b; in Python's form if a value has commas "
-            "outside of brackets or begins with one: \"('(a|b)/c', 'd,e')\"",
+            "sets a key (if a key or a flag is repeated, the last one counts). Tuples: "
+            "1,2 or a,b; in Python's form if a value has commas outside of brackets or "
+            "begins with one: \"('(a|b)/c', 'd,e')\"",
         )
         add_trust(self)
 
@@ -87,7 +88,8 @@ def parse(
         Commands pass jaxdist.interop.WEIGHT_SOURCES.
 
     Raises:
-      ConfigError: the command line or the config is invalid. It lists all faults.
+      ConfigError: the command line or the config is invalid. It lists all faults of
+        flags, names and types. `validation.validate` checks the values.
     """
     if arguments is None:
         arguments = sys.argv[1:]

@@ -154,11 +154,11 @@ class Composition:
         )
 
     @functools.cached_property
-    def staged_spec(self) -> ModelSpec:
+    def spec_by_stage(self) -> ModelSpec:
         """Returns the model as the step holds it: with a pipeline, layers by stage."""
         if self.staging is None:
             return self.spec
-        return self.staging.staged_spec(self.spec)
+        return self.staging.spec_by_stage(self.spec)
 
     @property
     def microbatches(self) -> int:
@@ -166,8 +166,8 @@ class Composition:
         return self.config.pipeline.microbatches_for(self.shape.sizes["pipeline"])
 
     @property
-    def parts(self) -> int:
-        """Returns the number of parts that a step's batch is cut into."""
+    def total_microbatches(self) -> int:
+        """Returns the product accumulation x microbatches of a step's batch."""
         return self.config.batch.accumulation * self.microbatches
 
     @property
@@ -189,7 +189,7 @@ class Composition:
         """
         params = self.config.precision.params
         parameters = {}
-        for path, (x, names) in self.staged_spec.all_parameters().items():
+        for path, (x, names) in self.spec_by_stage.all_parameters().items():
             stored = jax.ShapeDtypeStruct(x.shape, stored_dtype(x, params))
             parameters[path] = (stored, names)
         return place(parameters, self.rules)

@@ -5,7 +5,7 @@ A refit changes the sizes of mesh axes and the accumulation. It also changes `me
 rate, the order of data and the step's random key stay: they depend only on the other
 keys and on the step.
 
-A model that draws from its own nnx.Rngs is an exception. Each accumulation part seeds
+A model that draws from its own nnx.Rngs is an exception. Each accumulation step seeds
 these streams with its first sample (`step.gradients.build_objective`). So a refit that
 changes the accumulation changes their random numbers. With `data.balance=attention` any
 refit may, because the order of a batch's rows depends on the layout.

@@ -212,6 +212,8 @@ class SkippingDataset(Dataset):
     """
 
     def __init__(self, dataset: Dataset, windows: Iterable[Sequence[int]] = ()) -> None:
+        # The methods that this class inherits work on the dataset's attributes. Those
+        # below call `_whole`, which may be of a subclass of Dataset.
         vars(self).update(vars(dataset))
         self._whole = getattr(dataset, "_whole", dataset)
         self.windows = [[first, end] for first, end in windows]
@@ -236,7 +238,7 @@ class SkippingDataset(Dataset):
     def attention_work(
         self, step: int, global_size: int, chunks: int = 1
     ) -> np.ndarray | None:
-        """Estimates the attention work of a global batch's rows; see Dataset."""
+        """Computes the attention work of a global batch's rows; see Dataset."""
         return self._whole.attention_work(self.position(step), global_size, chunks)
 
     def reader_state(self, step: int) -> Any:
@@ -248,6 +250,22 @@ class SkippingDataset(Dataset):
         return self._whole.go_to(self.position(step), state)
 
     def without(self, first_step: int, last_step: int) -> SkippingDataset:
-        """Makes a dataset that also skips the batches of these updates."""
-        window = [self.position(first_step - 1), self.position(last_step - 1) + 1]
-        return SkippingDataset(self, [*self.windows, window])
+        """Makes a dataset that also skips the batches of these updates.
+
+        Without updates (`last_step < first_step`) the new window is empty. It still
+        counts as a rollback (`health.max_rollbacks`).
+        """
+        first = self.position(first_step - 1)
+        # Batches between two updates may be skipped already, so an end can lie before.
+        end = max(first, self.position(last_step - 1) + 1)
+        return SkippingDataset(self, [*self.windows, [first, end]])
+
+
+def describe_window(window: Sequence[int]) -> str:
+    """Describes a window of batches, [first, end), as a subject with its verb."""
+    first, end = window
+    if end == first:
+        return "no batch is"
+    if end == first + 1:
+        return f"batch {first} is"
+    return f"batches {first} to {end - 1} are"

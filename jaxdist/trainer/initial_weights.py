@@ -235,4 +235,4 @@ def _with_optimizer(state: State, built: TrainStep, weights: LoadedWeights) -> S
     assert weights.opt_state is not None
     opt_state = weights.opt_state._replace(loss_scale=flat.opt_state.loss_scale)
     ema = flat.ema if weights.ema is None else weights.ema
-    return built.views.staged(flat._replace(opt_state=opt_state, ema=ema))
+    return built.views.by_stage(flat._replace(opt_state=opt_state, ema=ema))

@@ -39,7 +39,7 @@ def layout_faults(composition: Composition) -> list[str]:
 def _batch_faults(composition: Composition) -> Iterator[str]:
     batch = composition.config.batch
     shards = composition.shape.batch_shards
-    unit = composition.parts * shards
+    unit = composition.total_microbatches * shards
     if min(unit, batch.global_size) < 1 or batch.global_size % unit == 0:
         return
     below = batch.global_size // unit * unit

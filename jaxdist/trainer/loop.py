@@ -20,7 +20,7 @@ from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import Display
 from jaxdist.trainer import batching, opening, restore, run_metadata
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd, StepView
-from jaxdist.trainer.health import Diverged, SkippingDataset
+from jaxdist.trainer.health import Diverged, SkippingDataset, describe_window
 from jaxdist.trainer.held_out import evaluation_interval, score_held_out
 from jaxdist.trainer.preemption import StopSignals
 from jaxdist.trainer.saver import Saver
@@ -222,7 +222,7 @@ class Trainer:
                 self.log.add_step(number, metrics)
                 self.saver.after_step(number - done)
                 reason = self._between_steps(view)
-                if self.signals.reached() or reason:
+                if self.signals.finish_step() or reason:
                     break
             self.log.drain_metrics()
             # Only `_between_steps` shows whether the run stops early. So the last step
@@ -281,7 +281,7 @@ class Trainer:
 
     def _after_last_step(self, view: StepView) -> None:
         """Calls all callbacks that pause the loop, evaluates and saves."""
-        for callback in self.callbacks.due(0):
+        for callback in self.callbacks.pausing():
             with self._paused(view, callback.bucket):
                 self.callbacks.paused_step(callback, view)
         if self._eval_every and not view.interrupted:
@@ -405,6 +405,6 @@ class Trainer:
             left_out=skipped_window,
         )
         self.display.note(
-            f"{fault}: back to step {step}, batches {skipped_window} are left out"
+            f"{fault}: back to step {step}, {describe_window(skipped_window)} left out"
         )
-        return self.built.views.staged(state)
+        return self.built.views.by_stage(state)

@@ -23,7 +23,7 @@ from jaxdist.trainer.run_config import RunConfig
 
 
 def active_parameters(config: RunConfig, spec: ModelSpec) -> int:
-    """Counts the policy's parameters that a token uses.
+    """Counts the parameters that a token uses of the policy, the model in training.
 
     A token uses only the experts that it is routed to.
     """

@@ -27,7 +27,10 @@ from jaxdist.trainer.run_config import RunConfig, document_of
 
 
 def is_lead() -> bool:
-    """Tests whether this process writes the run's files."""
+    """Tests whether this is the first process, which writes the run's files.
+
+    Only the tokenizer's files are written by every process.
+    """
     return jax.process_index() == 0
 
 

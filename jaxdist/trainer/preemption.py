@@ -57,7 +57,10 @@ class Interrupted(Exception):
 
 
 class Preempted(Interrupted, SystemExit):
-    """A signal that was meant for the process. An uncaught one exits with 75."""
+    """A signal that was meant for the process ended training early.
+
+    If nobody catches this exception, the process exits with 75.
+    """
 
     code = EXIT_PREEMPTED
 
@@ -70,12 +73,12 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.stopping = False  # whether `reached` has returned True
+        self.stopping = False  # whether `finish_step` has returned True
         self._heard = False  # whether this process got a signal
         self._interrupted = False  # whether it got a first Ctrl-C
         self._in_handler = False  # whether a handler of the user is being called
         self._warned = False  # whether it has reported a handler set during the run
-        self._steps = 0  # calls of `reached`
+        self._steps = 0  # calls of `finish_step`
         self._stop_at = math.inf  # the call at which to stop
         self._lock = threading.Lock()
         self._left = threading.Event()
@@ -92,7 +95,7 @@ class StopSignals:
         coordination.barrier(timeout_s=3_600)
         if _is_main():
             for number in stop_signals(os.environ):
-                self._before[number] = signal.signal(number, self._ask)
+                self._before[number] = signal.signal(number, self._on_signal)
             PROCESS.run = self
             _hear_signals()
         if self._grouped:
@@ -129,12 +132,12 @@ class StopSignals:
             return signal.default_int_handler
         return signal.SIG_IGN
 
-    def reached(self) -> bool:
-        """Tests whether to stop after this step.
+    def finish_step(self) -> bool:
+        """Counts a step, and tests whether to stop after it.
 
         Every process calls it once a step, and all get the same result.
         """
-        self._take_back()
+        self._restore_handlers()
         with self._lock:
             self._steps += 1
             self.stopping = self._steps >= self._stop_at
@@ -147,7 +150,7 @@ class StopSignals:
         if not self._grouped:
             self._stop_at = 0
 
-    def _ask(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: Any) -> None:
         """Handles a signal during the run."""
         # A handler of the user may call the handler that it replaced: this one.
         if self._in_handler:
@@ -163,16 +166,16 @@ class StopSignals:
         _call_own_handler(self._before.get(number), number, frame)
         self._in_handler = False
 
-    def _take_back(self) -> None:
+    def _restore_handlers(self) -> None:
         """Sets this handler again if the user has set another one since.
 
         The user's handler will be called, too.
         """
         for number in self._before:
             current = signal.getsignal(number)
-            if current == self._ask:
+            if current == self._on_signal:
                 continue
-            self._before[number] = signal.signal(number, self._ask)
+            self._before[number] = signal.signal(number, self._on_signal)
             if not self._warned:
                 effect = "does not count:"
                 if callable(current):

@@ -95,7 +95,7 @@ def _report_start(
 ) -> None:
     """Writes the events of a start, which are the first that loggers receive."""
     step = run.progress.step
-    devices = jax.device_count()
+    devices = len(run.devices)
     callbacks.phase("data", step + 1)
     resized = elastic.resized(run.folder, run.config, devices)
     if resized:

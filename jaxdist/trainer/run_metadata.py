@@ -15,10 +15,11 @@ from jaxdist.storage.untrusted import Malformed, of_kind
 
 # keys of the metadata
 PROGRESS = folders.PROGRESS  # the fields of `Progress`
-# fingerprints of the config and of the data, by the keys CONFIG and DATA
+# Fingerprints of the data, by the key DATA, and of the config, by CONFIG. Nothing reads
+# that of the config: it tells people whether two checkpoints have equal configs.
 FINGERPRINTS = folders.FINGERPRINTS
 DATA = "data"
-CONFIG = folders.CONFIG  # the run's whole config
+CONFIG = folders.CONFIG  # the run's whole config; also a key of FINGERPRINTS
 SCHEDULE = "schedule"  # steps of the learning-rate schedule; also a key of run.json
 SKIPPED = "skipped_data"  # windows of batches that the run has skipped
 CALLBACKS = "callbacks"  # states of callbacks by name
@@ -93,7 +94,7 @@ def check_windows(windows: object) -> list[list[int]]:
     checked: list[list[int]] = of_kind(windows, list, "windows")
     for window in checked:
         if not _is_window(window):
-            raise Malformed(f"{window!r:.40} is no [first, end] of batches")
+            raise Malformed(f"{window!r:.40} is no window [first, end) of batches")
     return checked
 
 

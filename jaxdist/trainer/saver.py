@@ -129,6 +129,8 @@ class Saver:
                 self.failure = ""
                 self._choose_interval(save)
                 self.callbacks.save(save.step)
+                if error:  # old checkpoints stay, and fill the disk
+                    self.run.note(f"checkpoint {save.step}: {error}")
             else:
                 self.failure = error or "it failed"
                 outcome = "failed" if last else "failed, training goes on"

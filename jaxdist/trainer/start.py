@@ -12,6 +12,7 @@ from jaxdist.checkpoint import manager
 from jaxdist.data import Dataset
 from jaxdist.distributed import consistency, coordination, initialize
 from jaxdist.step.state import State
+from jaxdist.telemetry import clock
 from jaxdist.telemetry.flops import is_uncounted, jaxpr_flops
 from jaxdist.telemetry.units import time_text
 from jaxdist.trainer import initial_weights, restore, run_metadata
@@ -45,7 +46,7 @@ class _FirstState(NamedTuple):
 def init_or_restore(
     run: Run,
     dataset: Dataset,
-    phase: Callable[[str, int], None],
+    phase: Callable[[clock.Phase, int], None],
     sources: Sequence[WeightSource],
     back_to: int | None = None,
     build: Build | None = None,
@@ -117,7 +118,7 @@ def _restore(
     prepared = pool.submit(run.store.prepare, views.abstract)
     preloaded.result()
     restored = restore.restore_checkpoint(run, dataset, back_to)
-    state = views.staged(restored.state)
+    state = views.by_stage(restored.state)
     progress = progress_of(restored.metadata)
     windows = coordination.broadcast(
         restore.skipped_windows(run.folder, restored.metadata)

@@ -103,26 +103,28 @@ def context_lines(config: RunConfig, rules: Rules) -> list[str]:
 
 
 def reduction_lines(composition: Composition, *, forced: bool = False) -> list[str]:
-    """Describes how often a step sums the gradients of its parts over replicas.
+    """Describes how often a step sums the gradients of its microbatches over replicas.
 
     Args:
       composition: the run.
       forced: whether to skip the line unless the model rules out the cheaper way.
 
     Returns:
-      The line; [] if there is nothing to sum in parts.
+      The line; [] if there is nothing to sum.
     """
     config = composition.config
     rules = composition.rules
-    parts = composition.parts
-    chosen = reduction.choose(composition.spec, rules, config.mesh.reduce, parts=parts)
+    microbatches = composition.total_microbatches
+    chosen = reduction.choose(
+        composition.spec, rules, config.mesh.reduce, microbatches=microbatches
+    )
     if not chosen.over or (forced and not chosen.why_each):
         return []
     summed = reduction.summed_bytes(
-        composition.staged_spec, rules, config.precision.reduce
+        composition.spec_by_stage, rules, config.precision.reduce
     )
     once_mb = summed / 1e6
-    each = f"with each of {parts} parts, {parts * once_mb:.1f} MB"
+    each = f"with each of {microbatches} microbatches, {microbatches * once_mb:.1f} MB"
     if chosen.why_each:
         how = f"{each} a device (once a step: {once_mb:.1f} MB): {chosen.why_each}"
     else:
@@ -134,7 +136,7 @@ def batch_arithmetic(composition: Composition) -> str:
     """Describes the factors of the global batch, in one line."""
     batch = composition.config.batch
     shards = composition.shape.batch_shards
-    per_device = batch.global_size // (composition.parts * shards)
+    per_device = batch.global_size // (composition.total_microbatches * shards)
     unit = "samples"
     tokens = ""
     if composition.config.data.is_text:

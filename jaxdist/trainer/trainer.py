@@ -115,14 +115,14 @@ def train(
     )
     all_callbacks.check(config)
     signals = StopSignals()
-    with contextlib.ExitStack() as stack, all_callbacks.entered():
+    with contextlib.ExitStack() as stack, all_callbacks.enter_others():
         this_run = Run(
             composition=composition,
             folder=folder,
             devices=devices,
             note=opening.log,
             say=lively(opening.log, all_callbacks.progress),
-            preempt=lambda reason: signals.hear(signal.SIGTERM),
+            request_stop=lambda: signals.hear(signal.SIGTERM),
         )
         try:
             all_callbacks.phase("start")

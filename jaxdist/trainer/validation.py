@@ -88,7 +88,7 @@ def _check_loss(composition: Composition, *, from_caller: bool) -> None:
         config.optimizer.frozen,
         config.lora,
         config.init,
-        composition.parts,
+        composition.total_microbatches,
         stages,
     )
     key = (repr(options), composition.spec.objective)
@@ -96,7 +96,9 @@ def _check_loss(composition: Composition, *, from_caller: bool) -> None:
         return
     faults = check_model(
         composition.spec,
-        compose.batch_shapes(config, config.batch.global_size // composition.parts),
+        compose.batch_shapes(
+            config, config.batch.global_size // composition.total_microbatches
+        ),
         accumulation=config.batch.accumulation,
         stages=stages,
     )

@@ -154,7 +154,7 @@ def observe(program: Program, batch: Mapping[str, np.ndarray], seed: int) -> Obs
         trainable=start, opt_state=flat.opt_state._replace(optimizer=moments)
     )
     shardings = jax.tree.map(lambda x: x.sharding, built.views.abstract)
-    state = built.views.staged(jax.device_put(flat, shardings))
+    state = built.views.by_stage(jax.device_put(flat, shardings))
     inputs = jax.device_put(dict(batch), built.batch_shardings(batch))
     after, metrics, gradients = program.inspect(state, inputs)
     summed = built.views.flat(after._replace(trainable=gradients)).trainable

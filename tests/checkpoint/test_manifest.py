@@ -341,6 +341,42 @@ def test_quarantine_keeps_what_it_has(copy):
     assert json.loads((aside / "3.json").read_text())["reason"] == "was 3"
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_kill_within_a_quarantine_leaves_the_step_or_its_note(
+    copy, monkeypatch, moves
+):
+    """Otherwise a later start fetches the undone step from the store of copies."""
+    manifest = (copy / "3" / folders.MANIFEST).read_bytes()
+    move = shutil.move
+
+    def move_and_die(source, target):
+        if moves:
+            move(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "move", move_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        folders.quarantine(copy, 3, "went back", undone=True)
+    monkeypatch.undo()
+    if not moves:  # the next start goes back again
+        assert folders.list_steps(copy) == [1, 2, 3]
+        assert folders.undone_manifests(copy, 3) == []
+        folders.quarantine(copy, 3, "went back", undone=True)
+    assert folders.undone_manifests(copy, 3) == [manifest]
+    assert names(folders.quarantine_folder(copy)) == ["3", "3.json"]
+
+
+def test_a_step_is_set_aside_where_a_full_disk_takes_no_note(copy, monkeypatch):
+    def write_text(path, text, *, durable):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folders.atomic, "write_text", write_text)
+    with pytest.raises(OSError, match="No space"):
+        folders.quarantine(copy, 3, "damaged")
+    assert folders.list_steps(copy) == [1, 2]
+    assert names(folders.quarantine_folder(copy)) == ["3"]
+
+
 def test_a_file_at_a_steps_place_is_set_aside_too(sound, copy):
     (copy / "4").write_text("planted")
     with CheckpointManager(copy, CheckpointConfig()) as store:

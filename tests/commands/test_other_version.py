@@ -273,7 +273,7 @@ def test_caches_of_another_version_are_made_anew(tmp_path, monkeypatch):
         older = opened([])
     before = contents(*(tmp_path / "cache").iterdir())
     newer = opened(lines := [])
-    assert any("tokenised 1 documents" in line for line in lines)
+    assert any("tokenized 1 documents" in line for line in lines)
     assert newer.fingerprint == older.fingerprint
     assert before.items() <= contents(*(tmp_path / "cache").iterdir()).items()
     # An entry without a format, under the key of this version.
@@ -286,4 +286,4 @@ def test_caches_of_another_version_are_made_anew(tmp_path, monkeypatch):
     del document["format"]
     meta.write_text(json.dumps(document))
     assert opened(lines := []).fingerprint == older.fingerprint
-    assert any("tokenised 1 documents" in line for line in lines)
+    assert any("tokenized 1 documents" in line for line in lines)

@@ -237,11 +237,13 @@ def test_several_faults_are_said_at_once(capsys):
         "--config",
         "quickstart",
         "--workdirs=x",
+        "--dry",  # flags are written out
         "--config.seed=x",
         "--config.tran.steps=1",
     )
     assert faults == [
         "--workdirs=x: no such flag; Did you mean --workdir? --help lists them",
+        "--dry: no such flag; Did you mean --dry-run? --help lists them",
         "seed: got 'x', required int >= 0 and < 9223372036854775808. Meaning: seed of everything "
         "random: initial values, data order, dropout.",
         "tran.steps: no such field. Did you mean train.steps?",

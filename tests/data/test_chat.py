@@ -288,8 +288,8 @@ def test_a_second_opening_reads_the_cache_and_logs_the_same_counts(opened):
     again = open_dataset(opened.options, sequence_length=LENGTH_S, log=lines.append)
 
     assert again.fingerprint == opened.dataset.fingerprint
-    assert any("tokenised" in line for line in opened.lines)
-    assert not any("tokenised" in line for line in lines)
+    assert any("tokenized" in line for line in opened.lines)
+    assert not any("tokenized" in line for line in lines)
     counts = [line for line in opened.lines if "examples" in line]
     assert [line for line in lines if "examples" in line] == counts
 
@@ -317,7 +317,7 @@ def test_the_cache_knows_template_and_format(tmp_path):
         other, sequence_length=64, folder=tmp_path / "run", log=(lines := []).append
     )
     assert again.fingerprint == two.fingerprint
-    assert not any("tokenised" in line for line in lines)
+    assert not any("tokenized" in line for line in lines)
     assert (tmp_path / "run" / "chat_template.jinja").read_text() == HEADERS
     stop = two.tokenizer._tokenizer.token_to_id("<|eot_id|>")
     assert stop in load_tokenizer("bpe:300", folder=tmp_path / "run").end_ids

@@ -436,21 +436,21 @@ def test_mixture_proportions_resume_and_validation(tmp_path):
     assert sum(b["weights"].sum() for b in batches) == dataset.num_validation_tokens > 0
 
 
-def test_text_is_tokenised_once(tmp_path):
+def test_text_is_tokenized_once(tmp_path):
     folder = write_texts(tmp_path / "texts")
     first: list[str] = []
     second: list[str] = []
     open_texts(folder, tmp_path, first)
     open_texts(folder, tmp_path, second)
-    assert any("tokenised 60 documents" in line for line in first)
-    assert not any("tokenised 60" in line for line in second)
+    assert any("tokenized 60 documents" in line for line in first)
+    assert not any("tokenized 60" in line for line in second)
     (cache,) = (tmp_path / "cache").glob("tokens-*/tokens.bin")
     cache.write_bytes(cache.read_bytes()[:-5])  # damaged: made again
     open_texts(folder, tmp_path, second)
     assert any("damaged" in line for line in second)
     (folder / "part0" / "000.txt").write_text("changed")  # changed: another entry
     open_texts(folder, tmp_path, third := [])
-    assert any("tokenised 60" in line for line in third)
+    assert any("tokenized 60" in line for line in third)
 
 
 def test_a_damaged_packing_is_made_again(tmp_path):

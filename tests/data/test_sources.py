@@ -111,11 +111,11 @@ def test_a_source_is_the_same_wherever_it_is_stored(name, tmp_path):
     config = written(name, tmp_path / "here")
     dataset = opened(config, lines)
     is_text = isinstance(SOURCES[name], TextSource)
-    assert any("tokenised" in line for line in lines) == is_text
+    assert any("tokenized" in line for line in lines) == is_text
     steps = 2 * dataset.num_train_samples // 4 + 1  # more than two epochs
     batches = [dataset.train_batch(step, 4) for step in range(steps)]
     again = opened(config, later := [])
-    assert not any("tokenised" in line for line in later)
+    assert not any("tokenized" in line for line in later)
     for step in reversed(range(steps)):  # resume at every step
         for entry, values in again.train_batch(step, 4).items():
             np.testing.assert_array_equal(values, batches[step][entry])

@@ -98,6 +98,19 @@ def test_bin_with_header_and_several_shards(tmp_path):
     assert np.array_equal(stream_of(dataset), np.arange(1, count + 1))  # across shards
 
 
+def test_a_rewritten_middle_of_a_bin_file_is_another_corpus(tmp_path):
+    path = tmp_path / "a.bin"
+    tokens = np.arange(4 << 20, dtype=np.uint16)  # 8 MiB
+    config = DataConfig(source="bin", path=str(path))
+    tokens.tofile(path)
+    fingerprint = open_bin(config).fingerprint
+    tokens.tofile(path)
+    assert open_bin(config).fingerprint == fingerprint
+    tokens[1 << 20 : 3 << 20] += 1  # both ends stay
+    tokens.tofile(path)
+    assert open_bin(config).fingerprint != fingerprint
+
+
 def test_a_bin_file_cut_off_is_refused(tmp_path):
     (tmp_path / "odd.bin").write_bytes(b"\1\2\3")
     with pytest.raises(ConfigError, match="cut off"):

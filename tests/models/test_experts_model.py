@@ -304,7 +304,7 @@ def observed(case: Case):
         flat.model_state,
     )
     flat = jax.device_get(flat._replace(model_state=moved))
-    state = built.views.staged(
+    state = built.views.by_stage(
         jax.device_put(flat, jax.tree.map(lambda x: x.sharding, built.views.abstract))
     )
     batch = batch_for(case)

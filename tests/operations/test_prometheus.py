@@ -131,7 +131,7 @@ def run_of(config: RunConfig, folder: Path) -> Run:
         devices=jax.devices(),
         note=print,
         say=print,
-        preempt=print,
+        request_stop=print,
     )
 
 

@@ -136,7 +136,7 @@ def test_a_frozen_module_lies_in_the_state_and_stays():
     stored = state.modules["reference"]["blocks"]["mlp"]["up"]
     assert stored.addressable_shards[0].data.size == stored.size // 4
     before = jax.device_get(flat.modules)
-    again = built.views.staged(flat)
+    again = built.views.by_stage(flat)
     placed = jax.device_put(batch, built.batch_shardings(batch))
     after, _ = built.step(again, placed)
     kept = jax.device_get(built.views.flat(after).modules)

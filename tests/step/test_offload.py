@@ -143,7 +143,7 @@ def test_stages_of_a_pipeline_update_their_layers_and_save_them_flat():
                 state, jax.device_put(batch, built.batch_shardings(batch))
             )
         flat = built.views.flat(state)
-        back = built.views.staged(jax.tree.map(jnp.copy, flat))
+        back = built.views.by_stage(jax.tree.map(jnp.copy, flat))
         assert_same(jax.device_get(back), jax.device_get(state))
         return flat, back
 

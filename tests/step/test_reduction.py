@@ -46,7 +46,7 @@ from support.pipelines import MODEL, Case, batch_for, build
 from support.plain_flax_models import Contrastive, OwnDropout, WeightedMean
 
 SMALL = replace(TINY, num_layers=1)
-PARTS = 4
+MICROBATCHES = 4
 
 
 # --- which models ---------------------------------------------------------------------
@@ -68,8 +68,10 @@ def rules_of(zero: int = 3, **sizes: int) -> Rules:
     ],
 )
 def test_the_axes_are_those_that_copy_parameters_and_gradients(sizes, zero, axes):
-    chosen = reduction.choose(spec_of(), rules_of(zero, **sizes), "auto", parts=PARTS)
-    assert chosen.once == axes
+    chosen = reduction.choose(
+        spec_of(), rules_of(zero, **sizes), "auto", microbatches=MICROBATCHES
+    )
+    assert chosen.axes_summed_once == axes
     assert bool(chosen.over) == bool(axes)
 
 
@@ -88,19 +90,19 @@ def test_kernels_alone_cross_in_the_dtype_of_reduce(names, dims, dtype):
 
 
 def test_a_step_in_one_part_sums_in_its_backward_pass_and_a_pipeline_never_does():
-    assert reduction.choose(spec_of(), rules_of(data=8), "auto", parts=1) == (
+    assert reduction.choose(spec_of(), rules_of(data=8), "auto", microbatches=1) == (
         (),
         "",
         "",
     )
     assert reduction.choose(
-        spec_of(), rules_of(pipeline=2, data=4), "auto", parts=1
-    ).once == ("data",)
+        spec_of(), rules_of(pipeline=2, data=4), "auto", microbatches=1
+    ).axes_summed_once == ("data",)
 
 
 def test_a_run_says_what_it_does_and_what_both_ways_cost():
     config = run_config.default_config()
-    config.batch.accumulation = PARTS
+    config.batch.accumulation = MICROBATCHES
 
     def line(reduce: str) -> str:
         config.mesh.reduce = reduce
@@ -113,7 +115,7 @@ def test_a_run_says_what_it_does_and_what_both_ways_cost():
         )
 
     assert line("auto") == line("once")
-    each = "with each of 4 parts, EACH MB"
+    each = "with each of 4 microbatches, EACH MB"
     over = "gradients: summed over data 4"
     assert (
         line("auto")
@@ -139,15 +141,15 @@ def test_a_table_that_may_be_looked_up_by_index_is_not_split_in_a_region():
     assert (
         "by index"
         in reduction.choose(
-            spec, rules_of(data=2, fsdp=4), "auto", parts=PARTS
+            spec, rules_of(data=2, fsdp=4), "auto", microbatches=MICROBATCHES
         ).why_each
     )
     assert reduction.choose(
-        spec, rules_of(2, data=2, fsdp=4), "auto", parts=PARTS
-    ).once == ("data",)
-    assert reduction.choose(spec, rules_of(data=8), "auto", parts=PARTS).once == (
-        "data",
-    )
+        spec, rules_of(2, data=2, fsdp=4), "auto", microbatches=MICROBATCHES
+    ).axes_summed_once == ("data",)
+    assert reduction.choose(
+        spec, rules_of(data=8), "auto", microbatches=MICROBATCHES
+    ).axes_summed_once == ("data",)
 
 
 class Renamed(Transformer):
@@ -244,14 +246,18 @@ def test_who_may_look_up_by_index_is_in_no_region_with_two_more_axes_unless_aske
         model: type[Transformer], setting: reduction.Reduce = "auto", **sizes: int
     ):
         spec = describe(lambda rngs: model(TINY, rngs=rngs))
-        return reduction.choose(spec, rules_of(data=2, **sizes), setting, parts=PARTS)
+        return reduction.choose(
+            spec, rules_of(data=2, **sizes), setting, microbatches=MICROBATCHES
+        )
 
     on_both = {"fsdp": 2, "tensor": 2}
     assert "what fsdp and tensor split" in chosen(OtherHeadThatSums, **on_both).why_each
-    assert chosen(OtherHeadThatSums, "once", **on_both).once == ("data",)
-    assert chosen(OtherHeadThatSums, fsdp=4).once == ("data",)
-    assert chosen(OtherHeadThatSums, pipeline=2, **on_both).once == ("data",)
-    assert chosen(Renamed, **on_both).once == ("data",)
+    assert chosen(OtherHeadThatSums, "once", **on_both).axes_summed_once == ("data",)
+    assert chosen(OtherHeadThatSums, fsdp=4).axes_summed_once == ("data",)
+    assert chosen(OtherHeadThatSums, pipeline=2, **on_both).axes_summed_once == (
+        "data",
+    )
+    assert chosen(Renamed, **on_both).axes_summed_once == ("data",)
 
 
 @pytest.mark.parametrize(
@@ -270,22 +276,24 @@ def test_once_is_refused_for_a_model_that_it_would_change(model, why):
 
 
 def test_a_batch_that_cannot_be_divided_is_refused_with_once_and_told_with_auto():
-    layout, batch = Layout(8, data=8), batch_of(batch=PARTS)
+    layout, batch = Layout(8, data=8), batch_of(batch=MICROBATCHES)
 
     def lower(setting: reduction.Reduce) -> None:
         built = step_of(
-            layout, SMALL, StepConfig(accumulation=PARTS, reduce_over_replicas=setting)
+            layout,
+            SMALL,
+            StepConfig(accumulation=MICROBATCHES, reduce_over_replicas=setting),
         )
         built.inspect.lower(built.abstract_state, built.abstract_batch(batch))
 
     uneven = re.escape("positions [4, 16], sample [4], targets [4, 16]")
     with pytest.raises(
         ConfigError,
-        match=f"mesh.reduce=once: {uneven}.* into 4 parts x data 8 = 32; set",
+        match=f"mesh.reduce=once: {uneven}.* into 4 microbatches x data 8 = 32; set",
     ):
         lower("once")
     with pytest.warns(
-        UserWarning, match=f"summed over data 8 with each part: {uneven}"
+        UserWarning, match=f"summed over data 8 with each microbatch: {uneven}"
     ):
         lower("auto")
     with warnings.catch_warnings():
@@ -296,7 +304,7 @@ def test_a_batch_that_cannot_be_divided_is_refused_with_once_and_told_with_auto(
 def test_a_step_refuses_once_as_a_run_does():
     rules, mesh = rules_and_mesh(Layout(2, data=2))
     spec = describe(lambda rngs: Contrastive(rngs=rngs))
-    step = StepConfig(accumulation=PARTS, reduce_over_replicas="once")
+    step = StepConfig(accumulation=MICROBATCHES, reduce_over_replicas="once")
     with pytest.raises(ConfigError, match="mesh.reduce=once: Contrastive does not say"):
         build_train_step(spec, OPTIMIZER, lambda _: 0.1, mesh, rules, step)
 
@@ -308,15 +316,20 @@ def after_one_step(model: type[nnx.Module], data: int) -> tuple[float, dict, str
     rules, mesh = rules_and_mesh(Layout(data, data=data))
     spec = describe(lambda rngs: model(rngs=rngs))
     built = build_train_step(
-        spec, OPTIMIZER, lambda _: 0.1, mesh, rules, StepConfig(accumulation=PARTS)
+        spec,
+        OPTIMIZER,
+        lambda _: 0.1,
+        mesh,
+        rules,
+        StepConfig(accumulation=MICROBATCHES),
     )
-    batch = batch_of(batch=8 * PARTS)
+    batch = batch_of(batch=8 * MICROBATCHES)
     state = built.init.lower().compile(FAST_COMPILE)()
     placed = jax.device_put(batch, built.batch_shardings(batch))
     _, metrics, gradients = built.inspect.lower(state, placed).compile(FAST_COMPILE)(
         state, placed
     )
-    why = reduction.choose(spec, rules, "auto", parts=PARTS).why_each
+    why = reduction.choose(spec, rules, "auto", microbatches=MICROBATCHES).why_each
     return float(metrics["loss"]), jax.device_get(gradients), why
 
 
@@ -370,15 +383,15 @@ def in_parts(
 
 def test_accumulation_sums_over_data_once_a_step():
     layout = Layout(2, data=2)
-    _count, size, in_loop = sums_over(in_parts(layout, PARTS), ("data",))
+    _count, size, in_loop = sums_over(in_parts(layout, MICROBATCHES), ("data",))
     gradients = 4 * spec_of(SMALL).parameter_count
     # loss and count, norm, tokens
     assert not in_loop
     assert gradients <= size < gradients + 64
-    each = sums_over(in_parts(layout, PARTS, "each"), ("data",))
+    each = sums_over(in_parts(layout, MICROBATCHES, "each"), ("data",))
     # the test sees what it is about
     assert each[2]
-    assert each[1] > 0.9 * PARTS * gradients
+    assert each[1] > 0.9 * MICROBATCHES * gradients
 
 
 @pytest.mark.slow

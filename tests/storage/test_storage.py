@@ -35,6 +35,36 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
         atomic.write_text(tmp_path / "absent" / "a", "x")
 
 
+def test_writers_with_one_process_id_do_not_disturb_each_other(tmp_path):
+    """Processes in two containers may share a folder, and have equal ids."""
+    target = tmp_path / "a"
+    with atomic.replacing(target) as one:
+        one.write_text("one")
+        with atomic.replacing(target) as other:
+            other.write_text("other")
+        assert target.read_text() == "other"
+    assert target.read_text() == "one"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_the_remains_of_dead_writers_go_with_the_next_write(tmp_path):
+    target = tmp_path / "a"
+    old_folder = tmp_path / ".a.host-1-aaaa.partial"
+    old_folder.mkdir()
+    (old_folder / "tokens.bin").write_text("half")
+    old_file = tmp_path / ".a.host-1-bbbb.partial"
+    live_folder = tmp_path / ".a.host-2-cccc.partial"
+    live_folder.mkdir()
+    of_another = tmp_path / ".a.b.host-1-dddd.partial"
+    for file in (old_file, live_folder / "tokens.bin", of_another):
+        file.write_text("half")
+    for path in (old_folder / "tokens.bin", old_folder, old_file, of_another):
+        os.utime(path, (0, 0))
+    os.utime(live_folder, (0, 0))  # the file in it is still being written
+    atomic.write_text(target, "new")
+    assert set(tmp_path.iterdir()) == {target, live_folder, of_another}
+
+
 def test_a_durable_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     file = tmp_path / "a"
     calls = []

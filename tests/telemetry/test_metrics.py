@@ -80,18 +80,43 @@ def test_rows_keep_full_precision_and_valid_json(tmp_path):
 
 def test_last_row_of_a_step_wins_and_evaluation_is_separate(tmp_path):
     with closing(metrics.MetricsWriter(tmp_path, clock=lambda: 12.5)) as writer:
-        for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 4.5)):
+        for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 4.5), (3, 3.5)):
             writer.write(step, {"loss": loss})
         writer.write(2, {"eval_loss": 6.0, "eval_tokens": 10})
     rows = metrics.read_rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["loss"]) for row in rows.train] == [
         (1, 5.0),
         (2, 4.5),
-        (3, 3.0),
+        (3, 3.5),
     ]
     assert rows.evaluation == [
         {"step": 2, "time": 12.5, "eval_loss": 6.0, "eval_tokens": 10}
     ]
+
+
+def test_rows_of_undone_steps_do_not_count(tmp_path):
+    """After a rollback, and after a resume with another train.log_every."""
+    with closing(metrics.MetricsWriter(tmp_path)) as writer:
+        for step in (3, 6, 9):
+            writer.write(step, {"loss": 9.0})
+            writer.write(step, {"eval_loss": 9.0})
+        writer.write(5, {"of_a_callback": 1})
+        writer.write(4, {"loss": 5.0})
+        assert [row["step"] for row in metrics.read_rows(tmp_path).evaluation] == [3]
+        writer.write(8, {"of_a_callback": 2})  # written before the row of step 6
+        writer.write(6, {"loss": 4.0})
+        writer.write(6, {"eval_loss": 4.0})
+        writer.write(8, {"loss": 3.0})
+    rows = metrics.read_rows(tmp_path)
+    assert [(row["step"], row.get("loss")) for row in rows.train] == [
+        (3, 9.0),
+        (4, 5.0),
+        (5, None),
+        (6, 4.0),
+        (8, 3.0),
+    ]
+    assert [row["eval_loss"] for row in rows.evaluation] == [9.0, 4.0]
+    assert [row["step"] for row in metrics.read_last_rows(tmp_path).train][-1] == 8
 
 
 def test_rows_of_another_schedule_do_not_count(tmp_path):

@@ -285,23 +285,39 @@ def test_a_resumed_run_loads_the_state_that_was_saved(tmp_path):
 
 
 class Diverging(Callback):
-    """Finds once that a step went wrong."""
+    """Finds in step 3 that it went wrong, once for each kind of fault."""
 
     steps = 3
 
-    def __init__(self):
-        self._diverged = False
+    def __init__(self, *kinds: str):
+        self._kinds = list(kinds)
 
     def on_step(self, view):
-        if self._diverged:
+        if not self._kinds:
             return
-        self._diverged = True
-        raise Diverged("drift", "a drift on order", first=3, last=3, policy="rollback")
+        kind = self._kinds.pop(0)
+        raise Diverged(kind, f"a {kind} on order", first=3, last=3, policy="rollback")
+
+
+def test_a_drift_goes_back_to_where_a_spike_went_back(tmp_path, capsys):
+    """The checkpoints and the list of skipped batches stay readable."""
+    run(tmp_path / "run", Diverging("spike", "drift"))
+    restores = [e for e in read_events(tmp_path / "run") if e["event"] == "restore"]
+    assert [(e["step"], e["left_out"]) for e in restores] == [(2, [2, 3]), (2, [3, 3])]
+    printed = capsys.readouterr().out
+    assert "a spike on order: back to step 2, batch 2 is left out" in printed
+    assert "a drift on order: back to step 2, no batch is left out" in printed
+    result = run(tmp_path / "run", train__steps=6)
+    assert int(result.state.step) == 6
+    starts = [e for e in read_events(tmp_path / "run") if e["event"] == "start"]
+    assert [event["devices"] for event in starts] == [1, 1]  # of the eight that exist
+    metadata = read_step(tmp_path / "run" / "checkpoints", 6).metadata
+    assert metadata["skipped_data"] == [[2, 3], [3, 3]]
 
 
 def test_a_rollback_calls_on_fault_and_then_load(tmp_path):
     calls: list[str] = []
-    run(tmp_path / "run", Recorder(calls, "kept"), Diverging())
+    run(tmp_path / "run", Recorder(calls, "kept"), Diverging("drift"))
     (event,) = [e for e in read_events(tmp_path / "run") if e["event"] == "restore"]
     assert event["step"] == 2
     assert event["reason"] == "a drift on order"
@@ -511,7 +527,7 @@ def test_a_callback_of_the_first_process_is_called_there_alone(monkeypatch):
         # the loop pauses on all, so that all vote
         assert everyone.due(2) == [lead]
         assert everyone.keys == {"train.patience"}
-        with everyone.entered():
+        with everyone.enter_others():
             everyone.check(config_of())
             everyone.start(None)
             everyone.paused_step(lead, empty_view())

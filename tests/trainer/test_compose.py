@@ -86,10 +86,10 @@ def test_a_composition_tells_the_parts_of_a_step_as_it_is_built(
     run = run_of("quickstart", **{"batch.global_size": 32} | changes)
     composition = validation.validate(run, jax.devices(), with_data=False)
     assert composition.microbatches == microbatches
-    assert composition.parts == parts
+    assert composition.total_microbatches == parts
     built = composition.build_step(jax.devices())
     assert built.rules is composition.rules
-    staged = composition.staged_spec.trainable
+    staged = composition.spec_by_stage.trainable
     abstract = built.abstract_state.trainable
     assert jax.tree.map(lambda x: x.shape, staged) == jax.tree.map(
         lambda x: x.shape, abstract

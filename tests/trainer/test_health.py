@@ -26,7 +26,7 @@ from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.operations.watch import pace, replica_check
 from jaxdist.operations.watch.replica_check import compare_replicas
 from jaxdist.telemetry.metrics import read_events, read_rows
-from jaxdist.trainer import restore, run_config, start, trainer
+from jaxdist.trainer import restore, run_config, run_metadata, start, trainer
 from jaxdist.trainer.health import Diverged, Monitor, SkippingDataset
 from jaxdist.trainer.loop import TrainingStopped
 
@@ -214,6 +214,14 @@ def test_windows_are_a_function_of_the_step():
     nothing = dataset.without(6, 5)
     assert [nothing.position(step) for step in range(9)] == [
         dataset.position(step) for step in range(9)
+    ]
+    # a spike, and then a drift, which both go back to step 5
+    spiked = SkippingDataset(object.__new__(Dataset)).without(6, 8)
+    drifted = spiked.without(6, 5)
+    assert drifted.windows == [[5, 8], [8, 8]]
+    assert run_metadata.check_windows(drifted.windows)
+    assert [drifted.position(step) for step in range(8)] == [
+        spiked.position(step) for step in range(8)
     ]
 
 
@@ -406,10 +414,10 @@ def test_a_run_whose_copies_differ_goes_back_and_repeats_its_data(
 
 def test_a_signal_in_the_last_step_finds_a_finished_run(tmp_path, monkeypatch):
     class Late(trainer.StopSignals):
-        def reached(self):
+        def finish_step(self):
             if self._steps == STEPS - 1:
                 signal.raise_signal(signal.SIGINT)
-            found = super().reached()
+            found = super().finish_step()
             assert found == (self._steps == STEPS)
             return found
 

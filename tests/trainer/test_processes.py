@@ -141,11 +141,11 @@ def test_a_users_own_handler_is_called_and_put_back():
     try:
         mine = signal.getsignal(signal.SIGTERM)
         with StopSignals() as stop:
-            assert not stop.reached()
+            assert not stop.finish_step()
             os.kill(os.getpid(), signal.SIGTERM)
             # a second kind of signal asks for the same
             os.kill(os.getpid(), signal.SIGINT)
-            assert stop.reached()
+            assert stop.finish_step()
             assert stop.stopping
             assert heard == ["user"]
         assert signal.getsignal(signal.SIGTERM) is mine
@@ -158,10 +158,10 @@ def test_a_handler_set_during_the_run_is_called_and_the_run_stops(capsys):
     with StopSignals() as stop:
         mine = lambda *given: (heard.append("user"), ours(*given))  # noqa: E731
         ours = signal.signal(signal.SIGTERM, mine)
-        assert not stop.reached()
-        assert not stop.reached()
+        assert not stop.finish_step()
+        assert not stop.finish_step()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.reached()
+        assert stop.finish_step()
         assert heard == ["user"]
     assert (
         capsys.readouterr().err.count(
@@ -177,7 +177,7 @@ def test_a_signal_between_a_new_handler_and_the_next_step_is_heard():
         signal.signal(signal.SIGTERM, lambda *_: None)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.5)
-        assert stop.reached()
+        assert stop.finish_step()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -186,7 +186,7 @@ def test_a_handler_that_leaves_does_not_cost_the_steps():
     try:
         with StopSignals() as stop:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.reached()
+            assert stop.finish_step()
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -194,7 +194,7 @@ def test_a_handler_that_leaves_does_not_cost_the_steps():
 def test_a_second_interrupt_does_not_wait():
     with pytest.raises(KeyboardInterrupt), StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        assert stop.reached()
+        assert stop.finish_step()
         os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -236,7 +236,7 @@ initialize.join_processes()
 me = jax.process_index()
 steps = 0
 with StopSignals() as stop:
-    while not stop.reached():
+    while not stop.finish_step():
         steps += 1
         time.sleep(0.01 * (1 + 3 * me))
         if me == 1 and steps == 20:

@@ -54,9 +54,9 @@ def test_sound_metadata_is_believed():
         (
             run_metadata.SKIPPED,
             [[3, 5], [5, 3]],
-            "[5, 3] is no [first, end] of batches",
+            "[5, 3] is no window [first, end) of batches",
         ),
-        (run_metadata.SKIPPED, [[0, 2**80]], "is no [first, end] of batches"),
+        (run_metadata.SKIPPED, [[0, 2**80]], "is no window [first, end) of batches"),
     ],
 )
 def test_what_no_run_wrote_is_refused(group, value, words):

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.checkpoint.folders import CheckpointError
+from jaxdist.checkpoint.manager import SaveResult
 from jaxdist.trainer import saver
 from jaxdist.trainer.saver import PREPARED_AFTER, Saver
 
@@ -85,3 +87,22 @@ def test_a_save_before_that_is_not_held_up():
     saver = _saver(store)
     saver(_view(1))
     assert store.calls == [("save", 1)]
+
+
+def test_a_sealed_save_that_could_not_delete_old_steps_prints_a_note():
+    notes = []
+    events = []
+    store = _Store(every_steps=1)
+    error = CheckpointError("old checkpoints were not deleted: read-only")
+    result = SaveResult(step=4, ok=True, error=error, seconds=0.1, bytes=8)
+    store.poll = lambda: [result]
+    saver = _saver(store)
+    saver.run.event = lambda name, step, **fields: events.append((name, step, fields))
+    saver.run.note = notes.append
+    saver.callbacks = SimpleNamespace(save=lambda step: None)
+    saver.report()
+    assert notes == ["checkpoint 4: old checkpoints were not deleted: read-only"]
+    assert [(name, step, event["ok"]) for name, step, event in events] == [
+        ("save", 4, True)
+    ]
+    assert not saver.failure

@@ -10,7 +10,8 @@ from jaxdist.config.annotations import Needs, NonNegativeFloat, NonNegativeInt
 class HealthConfig:
     """Checks of losses and replicated values, and the response to a failed check."""
 
-    # response to more than optimizer.nonfinite_limit nonfinite steps in a row
+    # response to more than optimizer.nonfinite_limit nonfinite steps in a row, and to
+    # replicated values that differ (compare_every)
     nonfinite: Literal["stop", "rollback"] = "stop"
     spike: Literal["report", "rollback"] = "report"  # response to a spike of the loss
     # height of a spike, in robust deviations above the recent median; 0 = no spikes

@@ -35,18 +35,21 @@ class Copier:
     """
 
     def __init__(
-        self, copies: Copies, store: CheckpointManager, extra_files: Sequence[Path] = ()
+        self,
+        copies: Copies,
+        manager: CheckpointManager,
+        extra_files: Sequence[Path] = (),
     ) -> None:
         """Starts to copy the steps that are missing in the store.
 
         Args:
           copies: the store.
-          store: manager of the run's checkpoints.
+          manager: manager of the run's checkpoints.
           extra_files: files that are copied with each step.
         """
         self.url = copies.url  # without secrets
         self._first = copies
-        self._store = store
+        self._manager = manager
         self._extra_files = extra_files
         self._results = queue.SimpleQueue[CopyResult]()
         # (step, time of its manifest) of copied steps; None: the store was not read yet
@@ -71,7 +74,7 @@ class Copier:
             self._start_thread(self._first.renewed())
         if self._copies is None:
             error = f"{len(self._threads)} calls of the store have not returned"
-            self._report(None, self._store.last_sealed, error, time.monotonic(), 0)
+            self._report(None, self._manager.last_sealed, error, time.monotonic(), 0)
 
     def poll(self) -> list[CopyResult]:
         """Collects the results since the last call, oldest first; does not wait."""
@@ -105,12 +108,12 @@ class Copier:
         if copies is None:
             return
         silent_s = copies.silent_s()
-        if silent_s <= self._store.config.timeout_s:
+        if silent_s <= self._manager.config.timeout_s:
             return
         copies.abandoned = True
-        self._stuck |= self._store.held
-        step = max(self._store.held, default=self._store.last_sealed)
-        self._store.held = frozenset()
+        self._stuck |= self._manager.held
+        step = max(self._manager.held, default=self._manager.last_sealed)
+        self._manager.held = frozenset()
         error = (
             f"the store has made no progress for {silent_s:.0f} s (checkpoint.timeout_s); other steps are "
             f"copied now, this one by the next start"
@@ -154,12 +157,12 @@ class Copier:
         local: list[int] = []
         failed: set[int] = set()
         try:
-            local = self._store.steps()
+            local = self._manager.steps()
             stored = self._stored_steps(copies)
             if self._known is None:
                 both = [step for step in local if MANIFEST in stored.get(step, {})]
                 self._known = {
-                    self._key(n) for n in both if copies.holds(self._store.folder, n)
+                    self._key(n) for n in both if copies.holds(self._manager.folder, n)
                 }
             for step in stored:  # partial copies, which may fill the store
                 if MANIFEST not in stored[step] and step not in local:
@@ -175,7 +178,7 @@ class Copier:
             self._report(copies, max(local, default=0), copies.text(error), began, 0)
         finally:
             if not copies.abandoned:
-                self._store.held = frozenset()
+                self._manager.held = frozenset()
 
     def _stored_steps(self, copies: Copies) -> dict[int, dict[str, int]]:
         """Lists the store's steps.
@@ -185,18 +188,18 @@ class Copier:
         """
         stored = copies.steps()
         # Checked after the listing: a run claims the store before it writes a step.
-        copies.is_claimed(self._store.run)
+        copies.is_claimed(self._manager.run)
         return stored
 
     def _missing_steps(self, failed: set[int]) -> list[int]:
         """Lists local steps that are to be copied, without those that have failed."""
-        return [n for n in self._store.steps() if n not in failed and self._is_due(n)]
+        return [n for n in self._manager.steps() if n not in failed and self._is_due(n)]
 
     def _is_due(self, step: int) -> bool:
         """Checks if a local step is neither copied, damaged nor given up."""
         assert self._known is not None
         self._seen.add(step)
-        if step in self._store.damaged_steps or step in self._stuck:
+        if step in self._manager.damaged_steps or step in self._stuck:
             return False
         with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
             return self._key(step) not in self._known
@@ -204,7 +207,7 @@ class Copier:
 
     def _key(self, step: int) -> tuple[int, int]:
         # A step that is saved again, after a rollback, has a newer manifest.
-        return step, (self._store.folder / str(step) / MANIFEST).stat().st_mtime_ns
+        return step, (self._manager.folder / str(step) / MANIFEST).stat().st_mtime_ns
 
     def _copy(self, copies: Copies, step: int, failed: set[int]) -> None:
         """Copies a step, and reports the result; a step that fails joins `failed`."""
@@ -212,14 +215,16 @@ class Copier:
             raise Abandoned(self.url)
         began = time.monotonic()
         is_sound = False
-        self._store.held = frozenset({step})
+        self._manager.held = frozenset({step})
         assert self._known is not None
         try:
             key = self._key(step)
             # In this thread only: Python would wait for a pool's threads at its end.
-            integrity.check(self._store.folder, step, run=self._store.run, threads=1)
+            integrity.check(
+                self._manager.folder, step, run=self._manager.run, threads=1
+            )
             is_sound = True
-            size = copies.copy(self._store.folder, step, self._extra_files)
+            size = copies.copy(self._manager.folder, step, self._extra_files)
             self._known.add(key)
             self._report(copies, step, "", began, size)
         except Abandoned:
@@ -229,7 +234,7 @@ class Copier:
             # a step that is damaged in the folder is reported once
             if isinstance(error, CheckpointError) and not is_sound:
                 self._known.add(key)
-            if not folders.is_deleted(self._store.folder, step):
+            if not folders.is_deleted(self._manager.folder, step):
                 self._report(copies, step, copies.text(error), began, 0)
 
     def _expire(self, copies: Copies) -> None:
@@ -238,22 +243,22 @@ class Copier:
         Other steps stay if they are newer than all local ones: the folder may be an old
         one of another machine. They are replaced once the run reaches them.
         """
-        local = self._store.steps()
+        local = self._manager.steps()
         stored = self._stored_steps(copies)
         if not local:
             return
         whole = [step for step in stored if MANIFEST in stored[step]]
-        candidates = [step for step in whole if step not in self._store.milestones]
+        candidates = [step for step in whole if step not in self._manager.milestones]
         expired = folders.expired(
             candidates,
             newest=local[-1],
-            keep_last=self._store.config.keep_last,
-            keep_every=self._store.config.keep_every,
-            best=self._store.best,
+            keep_last=self._manager.config.keep_last,
+            keep_every=self._manager.config.keep_every,
+            best=self._manager.best,
         )
         for step in stored:
             if step > local[-1] and (
-                step in self._seen or copies.is_undone(self._store.folder, step)
+                step in self._seen or copies.is_undone(self._manager.folder, step)
             ):
                 expired.append(step)
         for step in expired:

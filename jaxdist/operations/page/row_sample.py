@@ -72,12 +72,23 @@ class RowSample:
         if self._num_bytes > self._max_bytes:
             self._thin()
 
-    def drop_after(self, step: int) -> None:
-        """Drops the rows of all steps after this one."""
+    def drop_after(
+        self, step: int, is_dropped: Callable[[Row], bool] = lambda row: True
+    ) -> None:
+        """Drops the rows of all steps after this one.
+
+        Args:
+          step: the last step whose rows stay.
+          is_dropped: tests a row of a later step, which stays if this is False.
+        """
         if self._newest is None or self._newest["step"] <= step:
             return
         for index in [n for n in self._buckets if (n + 1) * self._stride > step + 1]:
-            kept = [kept for kept in self._buckets[index] if kept.row["step"] <= step]
+            kept = [
+                kept
+                for kept in self._buckets[index]
+                if kept.row["step"] <= step or not is_dropped(kept.row)
+            ]
             self._set_bucket(index, kept)
         self._newest = None
         self._newest = max(self.rows(), key=_step_of, default=None)

@@ -106,16 +106,27 @@ class _MetricsSample:
         self._train = RowSample(_loss)
         self._evaluation = RowSample(lambda row: -_evaluation_loss(row))
         self._unreadable = 0
+        newest = -1  # step of the last row of a training step
         for line in metrics.iter_rows(folder):
             if line.row is None:
                 self._unreadable += 1
             elif metrics.EXTENDED in line.row:
+                newest = min(newest, line.row["step"])
                 self._train.drop_after(line.row["step"])
                 self._evaluation.drop_after(line.row["step"])
             elif "eval_loss" in line.row:
                 self._evaluation.add(line.row, line.num_bytes)
             else:
+                if metrics.is_of_step(line.row):
+                    if line.row["step"] <= newest:
+                        self._drop_undone(line.row["step"])
+                    newest = line.row["step"]
                 self._train.add(line.row, line.num_bytes)
+
+    def _drop_undone(self, first: int) -> None:
+        """Drops the rows of steps that the run does again, as `read_rows` does."""
+        self._train.drop_after(first - 1, metrics.is_of_step)
+        self._evaluation.drop_after(first - 1)
 
     @property
     def num_rows(self) -> int:

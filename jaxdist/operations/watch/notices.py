@@ -24,7 +24,7 @@ class PreemptionNotices(Callback):
         def stop(notice: str) -> None:
             print_safe(notice)
             run.event("preemption_notice", run.progress.step, notice=notice)
-            run.preempt(notice)
+            run.request_stop()
 
         context = preemption_notice.listen_for_notices(
             run.config.resilience, stop, say=print_safe

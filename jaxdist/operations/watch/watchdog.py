@@ -45,8 +45,8 @@ from jaxdist.trainer.callbacks import Callback, Run
 class Watchdog(Callback):
     """Callback that watches this process while it is entered.
 
-    A beat (`at`) costs some microseconds. A root enters the watchdog before it joins
-    the process group, with the limits of an unchecked config. `on_start` sets the
+    A beat (`at`) costs some microseconds. A command enters the watchdog before it
+    joins the process group, with the limits of an unchecked config. `on_start` sets the
     limits of the run.
     """
 

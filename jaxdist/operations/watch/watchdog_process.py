@@ -20,25 +20,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
+from jaxdist.telemetry.clock import Phase
 from jaxdist.telemetry.metrics import MetricsWriter
 
 DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 1) - 1  # no library uses it
 # kills a process that cannot set its exit code; launch reports 76
 HANG_SIGNAL = DUMP_SIGNAL - 1
-# in the order of a step
-PHASES = (
-    "start",
-    "restore",
-    "compile",
-    "data",
-    "step",
-    "evaluate",
-    "vote",
-    "save",
-    "end",
-)
+PHASES: tuple[str, ...] = get_args(Phase)
 # offsets in the memory that the process shares with its watcher
 ENDING_AT = 0  # one byte: 1 = the watcher is ending the process
 BEAT_AT = 8

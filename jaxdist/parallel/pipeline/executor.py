@@ -45,7 +45,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.parallel import execution
 from jaxdist.parallel.pipeline.schedules.program import TickRun
-from jaxdist.parallel.pipeline.stage import AXIS, Pipeline, Stage, where_real
+from jaxdist.parallel.pipeline.stage import PIPELINE, Pipeline, Stage, where_real
 from jaxdist.parallel.pipeline.stage_params import (
     StageParams,
     layer_names,
@@ -71,7 +71,9 @@ class Carry(NamedTuple):
     layers: jax.Array
     # [slots + 1, B, S, D] gradients with respect to stage outputs
     gradients_in: jax.Array
-    dx: jax.Array  # [B, S, D] gradient of the previous tick's stage input
+    # [B, S, D] gradient of the stage input that B has last computed: EB reads it in the
+    # same tick, and the stage before receives it in the next one
+    dx: jax.Array
     sums: Tree  # float32 gradient sums, like the trainable tree
     loss: Loss
     block_aux: dict[str, jax.Array]  # sums over this stage's blocks
@@ -106,13 +108,13 @@ def pipeline_sums(
       (gradient sums, loss sums). Without the backward pass the former is a scalar 0.
     """
     run: Callable[..., tuple[Tree, Loss]] = partial(_run, pipeline, names, backward)
-    if AXIS not in execution.current().manual:
+    if PIPELINE not in execution.current().manual:
         specs = jax.tree.map(
-            partial(execution.region_spec, axes=(AXIS,)), params, names
+            partial(execution.region_spec, axes=(PIPELINE,)), params, names
         )
         in_specs = (specs, P(), P(), P())
-        out_specs = (specs.trained if backward else P(), P())
-        run = execution.region(run, (AXIS,), in_specs=in_specs, out_specs=out_specs)
+        out_specs = (specs.trainable if backward else P(), P())
+        run = execution.region(run, (PIPELINE,), in_specs=in_specs, out_specs=out_specs)
     return run(params, batch, key, scale)
 
 
@@ -160,9 +162,9 @@ class _Ticks(Stage):
         loss = jax.eval_shape(
             lambda: self.head(self.edges, jnp.zeros(x.shape, x.dtype), jnp.int32(0))
         )
-        names = self.names.trained
-        blocks = {"blocks": self.blocks.trained} if "blocks" in names else {}
-        trainable = blocks | self.edges.trained
+        names = self.names.trainable
+        blocks = {"blocks": self.blocks.trainable} if "blocks" in names else {}
+        trainable = blocks | self.edges.trainable
         sums = jax.tree.map(_zero_gradient, trainable, names) if self.backward else None
 
         def slots(count: int, *dims: int) -> jax.Array:
@@ -272,22 +274,22 @@ class _Ticks(Stage):
         is_last = self.index == self.staging.stages - 1
         if not self.edges_last:
             y = self.residual(
-                execution.sum_over(jnp.where(is_last, y, jnp.zeros_like(y)), AXIS)
+                execution.sum_over(jnp.where(is_last, y, jnp.zeros_like(y)), PIPELINE)
             )
         edges, number = _barrier_tick(self.edges, at.h_mb)
         if not self.backward:
             loss = self._mask_edge(is_last, self.head(edges, y, number))
             return carry._replace(loss=_add_loss(carry.loss, loss))
 
-        def objective(trained: Tree, y: jax.Array) -> tuple[jax.Array, Loss]:
-            loss = self.head(edges._replace(trained=trained), y, number)
+        def objective(trainable: Tree, y: jax.Array) -> tuple[jax.Array, Loss]:
+            loss = self.head(edges._replace(trainable=trainable), y, number)
             total = loss.sum + sum(loss.aux.values())
             if self.scale is not None:
                 total = total * self.scale
             return total, loss
 
         gradient = jax.grad(objective, argnums=(0, 1), has_aux=True)
-        (dedges, dy), loss = gradient(edges.trained, y)
+        (dedges, dy), loss = gradient(edges.trainable, y)
         return carry._replace(
             loss=_add_loss(carry.loss, self._mask_edge(is_last, loss)),
             sums=self._add_edges(carry.sums, self._mask_edge(is_last, dedges)),
@@ -326,14 +328,14 @@ class _Ticks(Stage):
         is_wanted = (self.index == 0) & (at.eb_mb >= 0)
         dx = jnp.where(is_wanted, carry.dx, jnp.zeros_like(carry.dx))
         if not self.edges_last:
-            dx = execution.sum_over(dx, AXIS)
+            dx = execution.sum_over(dx, PIPELINE)
 
         edges, number = self._edges_in_tick(at.eb_mb)
 
-        def embed(trained: Tree) -> jax.Array:
-            return self.embed(edges._replace(trained=trained), number)
+        def embed(trainable: Tree) -> jax.Array:
+            return self.embed(edges._replace(trainable=trainable), number)
 
-        (dedges,) = jax.vjp(embed, edges.trained)[1](self.residual(dx))
+        (dedges,) = jax.vjp(embed, edges.trainable)[1](self.residual(dx))
         return carry._replace(
             sums=self._add_edges(carry.sums, self._mask_edge(is_wanted, dedges))
         )
@@ -374,7 +376,7 @@ class _Ticks(Stage):
         """Sends x to the stage that is `by` places further on the ring."""
         stages = self.staging.stages
         ring = [(stage, (stage + by) % stages) for stage in range(stages)]
-        return self.residual(jax.lax.ppermute(x, AXIS, ring))
+        return self.residual(jax.lax.ppermute(x, PIPELINE, ring))
 
     def _add_chunk(self, sums: Tree, dchunk: Tree, row: Row) -> Tree:
         """Adds the gradients of a chunk to the sums."""
@@ -390,7 +392,7 @@ class _Ticks(Stage):
 
         if "blocks" not in sums:  # all blocks are frozen
             return sums
-        names = self.names.trained["blocks"]
+        names = self.names.trainable["blocks"]
         return sums | {"blocks": jax.tree.map(add, sums["blocks"], dchunk, names)}
 
     def _add_edges(self, sums: Tree, dedges: Tree) -> Tree:
@@ -399,7 +401,7 @@ class _Ticks(Stage):
         def add(total: jax.Array, gradient: jax.Array, names: Names) -> jax.Array:
             return _scatter(total + gradient.astype(jnp.float32), names)
 
-        names = without_blocks(self.names.trained)
+        names = without_blocks(self.names.trainable)
         return sums | jax.tree.map(add, without_blocks(sums), dedges, names)
 
     def finish(self, carry: Carry) -> tuple[Tree, Loss]:
@@ -412,7 +414,7 @@ class _Ticks(Stage):
             sums |= jax.tree.map(
                 lambda total, names: _scatter(_sum_over_stages(total), names),
                 without_blocks(sums),
-                without_blocks(self.names.trained),
+                without_blocks(self.names.trainable),
             )
         aux = _sum_over_stages(carry.block_aux)
         stats = jax.tree.map(self._in_layer_order, carry.block_stats)
@@ -425,12 +427,12 @@ class _Ticks(Stage):
           Stats [num_layers, ...] without padding.
         """
         # [v, p, L, ...]
-        gathered = jnp.moveaxis(jax.lax.all_gather(stats, AXIS), 0, 1)
+        gathered = jnp.moveaxis(jax.lax.all_gather(stats, PIPELINE), 0, 1)
         return gathered.reshape(-1, *stats.shape[2:])[: self.staging.num_layers]
 
 
 def _sum_over_stages(tree: Value) -> Value:
-    total: Value = jax.lax.psum(tree, AXIS)
+    total: Value = jax.lax.psum(tree, PIPELINE)
     return total
 
 

@@ -43,7 +43,7 @@ class PipelineConfig:
     remat: str = "layers"
 
     def microbatches_for(self, stages: int) -> int:
-        """Computes the microbatches of an accumulation part; 1 without a pipeline."""
+        """Computes the microbatches of an accumulation step; 1 without a pipeline."""
         if stages == 1:
             return 1
         return self.microbatches or 4 * stages
@@ -63,7 +63,7 @@ class Staging:
 
     @property
     def microbatches(self) -> int:
-        """The number of microbatches of an accumulation part."""
+        """The number of microbatches of an accumulation step."""
         return self.config.microbatches_for(self.stages)
 
     @property
@@ -159,7 +159,7 @@ class Staging:
             self.dims[2] * self.block_layers, "a stage's chunk", group
         )
 
-    def staged(self, tree: Tree) -> Tree:
+    def by_stage(self, tree: Tree) -> Tree:
         """Splits the flat blocks of a tree by stage."""
         padding = math.prod(self.dims) - self.num_layers
 
@@ -179,24 +179,24 @@ class Staging:
 
         return _map_blocks(join, tree, lambda dims: dims[:3] == self.dims)
 
-    def staged_spec(self, spec: ModelSpec) -> ModelSpec:
+    def spec_by_stage(self, spec: ModelSpec) -> ModelSpec:
         """Arranges the blocks of a model, and of its frozen modules, by stage.
 
         Args:
           spec: the model with flat blocks.
         """
         trees = ("trainable", "frozen", "model_state")
-        staged = {
-            tree: jax.eval_shape(self.staged, getattr(spec, tree)) for tree in trees
+        trees_by_stage = {
+            tree: jax.eval_shape(self.by_stage, getattr(spec, tree)) for tree in trees
         }
         names, frozen_names = map(_with_stack, (spec.names, spec.frozen_names))
         modules = {
-            name: self.for_model(module).staged_spec(module)
+            name: self.for_model(module).spec_by_stage(module)
             for name, module in spec.modules.items()
         }
         return dataclasses.replace(
             spec,
-            **staged,
+            **trees_by_stage,
             names=names,
             frozen_names=frozen_names,
             stack=NAMES,

@@ -1,5 +1,9 @@
 """A stage's share of the model: edges, the layers of a chunk, and their gradients.
 
+The loss of a microbatch goes through a chain: the op H of a tick (`executor`) calls
+`Stage.head`, which assembles the model and calls `Pipeline.score`, which calls the
+objective's `head_loss` (`step.gradients`), or scores a frozen module (`step.prepare`).
+
 Letters: p stages, v chunks of a stage, L blocks of a chunk (padded), m microbatches, B
 rows of a microbatch, S sequence length, D width of the model.
 """
@@ -33,7 +37,7 @@ from jaxdist.protocols.model import (
 )
 from jaxdist.protocols.model_spec import Tree
 
-AXIS = "pipeline"
+PIPELINE = "pipeline"
 Number = jax.Array | int
 
 
@@ -82,7 +86,7 @@ class Stage:
         self.edges = params.edges
         if self.staging.config.gather_once:
             self.blocks = jax.tree.map(gathered, self.blocks, names.blocks)
-        self.index = jax.lax.axis_index(AXIS)
+        self.index = jax.lax.axis_index(PIPELINE)
         # The forward pass keeps the inputs of all layers, and the backward pass
         # recomputes layer by layer.
         self.keeps_layers = self.staging.remat == "layers" and backward
@@ -276,12 +280,14 @@ class Stage:
         """
 
         def apply(
-            trained: Tree, x: jax.Array
+            trainable: Tree, x: jax.Array
         ) -> tuple[jax.Array, dict[str, jax.Array]]:
-            output = self.forward(blocks._replace(trained=trained), x, number, chunk)
+            output = self.forward(
+                blocks._replace(trainable=trainable), x, number, chunk
+            )
             return output.x, output.aux
 
-        return self._pull(apply, blocks.trained, x, dy)
+        return self._pull(apply, blocks.trainable, x, dy)
 
     def pull_layers(
         self,
@@ -311,14 +317,14 @@ class Stage:
             parameters, x = item
 
             def apply(
-                trained: Tree, x: jax.Array
+                trainable: Tree, x: jax.Array
             ) -> tuple[jax.Array, dict[str, jax.Array]]:
-                item = parameters._replace(trained=trained)
+                item = parameters._replace(trainable=trainable)
                 blocks, pattern = self.unit(item, kind)
                 output = self.layers(blocks, pattern, x, fields, layer)
                 return output.x, output.aux
 
-            dparameters, dx = self._pull(apply, parameters.trained, x, dy)
+            dparameters, dx = self._pull(apply, parameters.trainable, x, dy)
             return self.residual(dx), dparameters
 
         dx, dblocks = scan_layers(
@@ -337,7 +343,7 @@ class Stage:
     def _pull(
         self,
         apply: Callable[[Tree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]],
-        trained: Tree,
+        trainable: Tree,
         x: jax.Array,
         dy: jax.Array,
     ) -> tuple[Tree, jax.Array]:
@@ -345,7 +351,7 @@ class Stage:
 
         They are those for dy, and for the sum of all aux terms times the scale.
         """
-        (_, aux), pull = jax.vjp(apply, trained, x)
+        (_, aux), pull = jax.vjp(apply, trainable, x)
         if self.scale is None:
             daux = jax.tree.map(jnp.ones_like, aux)
         else:

@@ -19,7 +19,7 @@ class StageParams(NamedTuple):
     The edges are all arrays outside the blocks, such as embedding and head.
     """
 
-    trained: Tree
+    trainable: Tree
     frozen: Tree
     model_state: Tree
 
@@ -55,9 +55,9 @@ def gathered(leaf: jax.Array, names: Names) -> jax.Array:
     Arrays that fsdp does not split stay as they are, and so do integers.
     """
     layer = layer_names(names)
-    context = execution.current()
-    stored = context.rules.stored(layer, leaf.shape)
-    computed = context.rules.computed(layer, leaf.shape)
+    now = execution.current()
+    stored = now.rules.stored(layer, leaf.shape)
+    computed = now.rules.computed(layer, leaf.shape)
     if stored == computed or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
-    return execution.gather(leaf, layer, context.compute_dtype(leaf.dtype))
+    return execution.gather(leaf, layer, now.compute_dtype(leaf.dtype))

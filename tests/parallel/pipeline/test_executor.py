@@ -55,7 +55,7 @@ def run(case: Case) -> Result:
     """
     built, cut = build(case), case.staging
     state = fresh_state(case.model)
-    state = jax.device_put(cut.staged(state) if cut else state, built.shardings)
+    state = jax.device_put(cut.by_stage(state) if cut else state, built.shardings)
     batch = batch_for(case)
     batch = jax.device_put(batch, built.batch_shardings(batch))
     evaluated = built.evaluate.lower(state, batch).compile(FAST_COMPILE)(state, batch)

@@ -76,7 +76,7 @@ def resumed(folder, way: str, model=MODEL):
     with CheckpointManager(folder, CheckpointConfig(), mode="read") as store:
         restored = store.restore(built.views.abstract).state
     host = jax.device_get(restored)
-    return host, steps(way, built.views.staged(restored), 2, model)[1]
+    return host, steps(way, built.views.by_stage(restored), 2, model)[1]
 
 
 def check_resume(tmp_path, writers, readers, model):

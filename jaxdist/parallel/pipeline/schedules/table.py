@@ -112,7 +112,7 @@ def build_schedule(
     Args:
       name: key of `SCHEDULES`, or path of a file (`*.json`).
       stages: number of stages of the pipeline.
-      microbatches: number of microbatches of an accumulation part.
+      microbatches: number of microbatches of an accumulation step.
       chunks: number of chunks of each stage.
 
     Raises:
