@@ -19,10 +19,13 @@ class RecordingConfig(ConfigDict):  # type: ignore[misc]  # ml_collections is un
     def __init__(
         self, values: Mapping[str, Any] | ConfigDict | None = None, **options: Any
     ) -> None:
-        """Copies nested values. `options` are those of ConfigDict."""
+        """Copies nested values. `options` are those of ConfigDict.
+
+        It takes values of any type, as `schema.to_config_dict` says.
+        """
         # A ConfigDict takes attributes for keys.
         object.__setattr__(self, "_assigned", set())
-        super().__init__(**options)
+        super().__init__(**{"type_safe": False, **options})
         for key, value in (values or {}).items():
             if isinstance(value, Mapping | ConfigDict):
                 value = RecordingConfig(value)

@@ -549,7 +549,8 @@ def check_served(config: RunConfig, keys: Collection[str]) -> None:
         group = key.partition(".")[0]
         if not field_of_key.callback or key in keys or group in keys:
             continue
-        if value != field_of_key.default:
+        # 0 and its like turn the callback's work off, which a run without it does.
+        if value and value != field_of_key.default:
             faults.append(
                 f"{key}={value}: nothing in this run does that. The key needs the "
                 f"callback {field_of_key.callback}. Pass it in callbacks=[...], or "

@@ -73,7 +73,7 @@ def init_or_restore(
     pool = ThreadPoolExecutor(3)
     try:
         has_saved = restore.has_saved(run)  # it may fail, before anything compiles
-        run.say("compiling the step")
+        run.note("compiling the step")
         compiled = pool.submit(_compile_in_time, run)
         if has_saved:
             phase("restore", 0)
@@ -90,7 +90,7 @@ def init_or_restore(
         step = first.progress.step
         phase("compile", step)
         flops, seconds = compiled.result()
-        run.say(f"compiled the step in {time_text(seconds)}")
+        run.note(f"compiled the step in {time_text(seconds)}")
         consistency.agree(lambda: {"data left out": first.windows})
         skipping = SkippingDataset(dataset, first.windows)
         if 0 < step < run.config.train.steps:

@@ -597,6 +597,9 @@ def test_each_key_in_vain_is_refused_with_the_callback_that_it_needs():
 
 def test_defaults_need_no_callback_and_those_of_fit_serve_every_key(tmp_path):
     callbacks_module.check_served(config_of(), set())
+    # what is turned off needs none either
+    assert config_of().train.sample_tokens == 0
+    assert run_config.TrainConfig().sample_tokens == "auto"
     everyone = library.run_callbacks(config_of(), tmp_path)
     callbacks_module.check_served(config_of(**SET), keys_of(everyone))
     # a run without one that declares keys refuses at least one of them
