@@ -181,7 +181,9 @@ def open_corpus(config: DataConfig, log: Log) -> Corpus | None:
     corpus = source.open(_declared_options(config, source))
     log(f"data: {corpus.name}: {corpus.summary}")
     values = [(name, getattr(config, name)) for name in source.reads]
-    return dataclasses.replace(corpus, stamp=digest(corpus.stamp, *values))
+    return dataclasses.replace(
+        corpus, stamp=digest(corpus.stamp, *values), keys=source.reads
+    )
 
 
 def _open_tokens(

@@ -180,6 +180,19 @@ def test_a_source_gets_no_key_that_its_row_does_not_declare(tmp_path, monkeypatc
         opened(config)
 
 
+def test_a_corpus_without_documents_is_refused_with_its_size_and_what_to_change(
+    tmp_path,
+):
+    (tmp_path / "rows.jsonl").write_text("\n\n")
+    path = str(tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError) as error:
+        opened(DataConfig(source="jsonl", path=path, cache_dir=str(tmp_path)))
+    assert str(error.value).endswith(
+        f"data.source: jsonl {path} has no documents (1 files, 0.00 MB). Set data.path "
+        "to other data, or change data.format, data.text_field."
+    )
+
+
 def test_a_key_that_the_source_does_not_read_is_named():
     config = run_config.default_config()
     config.data.text_field = "body"

@@ -57,3 +57,5 @@ class Corpus:
     stamp: str
     summary: str  # the amount of data, on one line
     documents: Callable[[], Iterator[Document]]  # yields all, always in the same order
+    # keys of `data.*` that decide which text the documents have, for errors
+    keys: tuple[str, ...] = ()
