@@ -46,6 +46,13 @@ def install_command(extra: str) -> str:
     return f'pip install -e "{folder}[{extra}]"'
 
 
+def install_package(package: str) -> str:
+    """Writes the command that installs an optional package, by its extra if it has one."""
+    if package in EXTRAS:
+        return install_command(EXTRAS[package])
+    return f"pip install {package}"
+
+
 class MissingExtra(ImportError):
     """Error of a package that is not installed, with the command that installs it."""
 
@@ -59,14 +66,14 @@ def load(module: str) -> types.ModuleType:
       MissingExtra: the optional package that the module needs is not installed.
       KeyError: the module is not in the list.
     """
-    package = LATE_IMPORTS[module].package
+    late = LATE_IMPORTS[module]
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = (error.name or module).partition(".")[0]
-        if missing == "jaxdist" or package not in EXTRAS:
+        if missing == "jaxdist" or late.why == "slow":
             raise
-        raise _missing(missing, EXTRAS[package]) from error
+        raise _missing(missing, install_package(late.package)) from error
 
 
 def require(module: str) -> None:
@@ -76,11 +83,10 @@ def require(module: str) -> None:
       MissingExtra: the package is not installed.
     """
     if find_spec(module) is None:
-        raise _missing(module, EXTRAS[module])
+        raise _missing(module, install_package(module))
 
 
-def _missing(module: str, extra: str) -> MissingExtra:
-    command = install_command(extra)
+def _missing(module: str, command: str) -> MissingExtra:
     return MissingExtra(
         f"{module} is not installed. Install it with: {command}", name=module
     )

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from annotated_types import Interval
 
 from jaxdist.config import ConfigError
-from jaxdist.config.annotations import OutsideStep, Resume
+from jaxdist.config.annotations import OutsideStep, ReadWith, Resume
 from jaxdist.data.reading import expanded
 from jaxdist.data.sources.source import Mixture, SampleSource
 from jaxdist.data.sources.table import (
     SOURCES,
     guess_source,
     parts_of_mixtures,
+    readers_of,
     sources_of_chats,
 )
 from jaxdist.data.tokenizer_config import SpecialTokens
@@ -37,7 +38,9 @@ class DataConfig:
     # sources of source=mixture, each as "weight:source:path" with weight > 0
     mixture: tuple[str, ...] = ()
     # name of the text field or column (jsonl, huggingface, parquet)
-    text_field: str = "text"
+    text_field: Annotated[
+        str, ReadWith("data.source", readers_of("text_field"))
+    ] = "text"
     # content of a record: text = a text in text_field; chat = messages, or prompt and
     # completion (extra chat)
     format: Literal["text", "chat"] = "text"
@@ -58,7 +61,9 @@ class DataConfig:
     # order, attention = equal attention work for each
     balance: Annotated[Literal["none", "attention"], Resume("harmless")] = "none"
     # type of the tokens in headerless .bin files (source=bin)
-    bin_dtype: Literal["uint16", "uint32"] = "uint16"
+    bin_dtype: Annotated[
+        Literal["uint16", "uint32"], ReadWith("data.source", readers_of("bin_dtype"))
+    ] = "uint16"
     # number of held-out documents in every 256, chosen by a hash of their ids
     validation_share: Annotated[int, Interval(ge=0, le=255), OutsideStep()] = 13
     # separate held-out corpus of the same source; "" = hold out by validation_share

@@ -3,6 +3,7 @@
 import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 from jaxdist.config import ConfigError
 from jaxdist.config.schema import faults as config_faults
@@ -11,11 +12,12 @@ from jaxdist.data.config import DataConfig, parts_of
 from jaxdist.data.dataset import Dataset, vocabulary_fault
 from jaxdist.data.encoders import open_tokenizer
 from jaxdist.data.samples import INDEX
-from jaxdist.data.sources.documents import Corpus
+from jaxdist.data.sources.documents import Corpus, SourceOptions
 from jaxdist.data.sources.source import (
     SampleShape,
     SampleShapes,
     SampleSource,
+    Source,
     TextSource,
     TokenSource,
 )
@@ -64,7 +66,7 @@ def open_dataset(
     num_train = len(parts)
     if config.validation_path:  # a separate corpus, which no mixture has
         parts.append(dataclasses.replace(config, path=config.validation_path))
-    corpora = [_open_corpus(part, log) for part in parts]
+    corpora = [open_corpus(part, log) for part in parts]
     texts = [corpus for corpus in corpora[:num_train] if corpus]
     loaded, encoder = open_tokenizer(config, texts, folder, log)
     stores = [
@@ -141,14 +143,47 @@ def _open_samples(
     return Dataset([sides], seed=seed, fingerprint=fingerprint)
 
 
-def _open_corpus(config: DataConfig, log: Log) -> Corpus | None:
-    """Opens the documents of a source; None if the source has token ids."""
+class _DeclaredOptions:
+    """Settings of a source, without the keys that its row does not declare.
+
+    A key that a source reads and does not declare would be missing in the stamp: tokens
+    of another value would be read from the cache.
+    """
+
+    source: str
+    path: str
+    name: str
+    endings: tuple[str, ...]
+
+    def __init__(self, config: DataConfig, source: Source) -> None:
+        for name in ("source", "path", "name", "endings", *source.reads):
+            setattr(self, name, getattr(config, name))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"data.{name}: the row of data.source={self.source} in the table of sources "
+            "does not declare that it reads this key (Source.reads)"
+        )
+
+
+def _declared_options(config: DataConfig, source: Source) -> SourceOptions:
+    return cast(SourceOptions, _DeclaredOptions(config, source))
+
+
+def open_corpus(config: DataConfig, log: Log) -> Corpus | None:
+    """Opens the documents of a source; None if the source has token ids.
+
+    The keys that the source reads are a part of the stamp.
+    """
     source = SOURCES[config.source]
     if not isinstance(source, TextSource):
         return None
-    corpus = source.open(config)
+    corpus = source.open(_declared_options(config, source))
     log(f"data: {corpus.name}: {corpus.summary}")
-    return corpus
+    values = [(name, getattr(config, name)) for name in source.reads]
+    return dataclasses.replace(
+        corpus, stamp=digest(corpus.stamp, *values), keys=source.reads
+    )
 
 
 def _open_tokens(
@@ -157,7 +192,7 @@ def _open_tokens(
     """Opens the tokens of a corpus, or of a source that has token ids."""
     source = SOURCES[config.source]
     if isinstance(source, TokenSource):
-        return source.open(config)
+        return source.open(_declared_options(config, source))
     assert corpus
     assert encoder
     return token_cache.open_tokens(corpus, encoder, config.cache_folder(), log)

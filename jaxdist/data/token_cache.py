@@ -292,8 +292,11 @@ def _write(corpus: Corpus, encoder: Encoder, folder: Path, log: Log) -> None:
                 progress_s = now_s
                 log(f"data: {writer.amount()} after {now_s - writer.begin_s:.0f} s")
     if not writer.rows:
+        fix = "Set data.path to other data"
+        if corpus.keys:
+            fix += f", or change {', '.join(f'data.{key}' for key in corpus.keys)}"
         raise ConfigError(
-            f"data.source: {corpus.name} has no documents. Set data.path."
+            f"data.source: {corpus.name} has no documents ({corpus.summary}). {fix}."
         )
     writer.finish(corpus)
     elapsed_s = time.monotonic() - writer.begin_s

@@ -174,14 +174,23 @@ def form_under(rules: Rules, dims: Sequence[int], *, window: bool = False) -> Fo
     return Form("heads", size, _head_shards(rules, dims[2]))
 
 
-def faults(rules: Rules, length: int, heads: int | None) -> Iterator[str]:
+def faults(rules: Rules, length: int, heads: int) -> Iterator[str]:
     """Yields the errors of context.attention, as texts for users.
 
     Args:
       rules: rules of the layout.
       length: tokens of a sequence.
-      heads: number of query heads; None: not checked.
+      heads: number of query heads.
     """
+    yield from length_faults(rules, length)
+    if rules.attention != "heads" or rules.shape.sizes[AXIS] == 1:
+        return
+    if not heads_divide(rules, heads):
+        yield _refusal(rules, heads)
+
+
+def length_faults(rules: Rules, length: int) -> Iterator[str]:
+    """Yields a text for users if devices cannot split sequences of this many tokens."""
     size = rules.shape.sizes[AXIS]
     parts = size
     name = f"mesh.context={size}"
@@ -192,10 +201,6 @@ def faults(rules: Rules, length: int, heads: int | None) -> Iterator[str]:
         lengths = (length // parts * parts, -(-length // parts) * parts)
         legal = " or ".join(str(n) for n in lengths if n)
         yield f"batch.sequence_length={length} is not divisible by {name}; nearest legal lengths: {legal}"
-    if heads is None or rules.attention != "heads" or size == 1:
-        return
-    if not heads_divide(rules, heads):
-        yield _refusal(rules, heads)
 
 
 def copied_heads(kv_heads: int, heads: int, shards: int) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Interval
 
@@ -15,13 +15,17 @@ from jaxdist.config.annotations import (
     Share,
 )
 from jaxdist.config.patterns import pattern_faults
+from jaxdist.optim.schedule_table import SCHEDULES, cooling_down, ending
 
 # given: an optimizer that was passed to jaxdist.fit
 OptimizerName = Literal["adamw", "lion", "adafactor", "sgd", "muon", "given"]
-ScheduleName = Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt"]
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[tuple(SCHEDULES)]
 
-_DECAYING = ReadWith("optimizer.schedule", ("cosine", "linear", "wsd"))
-_WSD = ReadWith("optimizer.schedule", ("wsd",))
+_DECAYING = ReadWith("optimizer.schedule", ending())
+_COOLING = ReadWith("optimizer.schedule", cooling_down())
 _SCALING = ReadWith("optimizer.learning_rate_scaling", ("sqrt", "linear"))
 _MOMENTS = ReadWith("optimizer.name", ("adamw", "lion", "muon"))
 _ADAM = ReadWith("optimizer.name", ("adamw", "muon"))
@@ -43,7 +47,7 @@ class OptimizerConfig:
     # step at which the decay ends; none = train.steps
     decay_steps: PositiveInt | None = None
     # wsd: final share of decay_steps in which the rate decays linearly
-    decay_fraction: Annotated[float, Interval(gt=0, le=1), _WSD] = 0.2
+    decay_fraction: Annotated[float, Interval(gt=0, le=1), _COOLING] = 0.2
     # cosine, linear, wsd: final learning rate, as a fraction of the peak
     final_learning_rate: Annotated[float, Interval(ge=0, le=1), _DECAYING] = 0.0
     # factor of the peak: (global_size / reference_batch)^(0, 1/2, 1)

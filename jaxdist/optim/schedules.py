@@ -10,7 +10,8 @@ from jax.typing import ArrayLike
 
 from jaxdist.config import ConfigError
 from jaxdist.config.schema import faults
-from jaxdist.optim.config import OptimizerConfig, ScheduleName, warmup_faults
+from jaxdist.optim.config import OptimizerConfig, warmup_faults
+from jaxdist.optim.schedule_table import SCHEDULES
 from jaxdist.storage.untrusted import Malformed, of_kind
 
 Schedule = Callable[[ArrayLike], jax.Array]  # updates done so far -> learning rate
@@ -20,8 +21,6 @@ Schedule = Callable[[ArrayLike], jax.Array]  # updates done so far -> learning r
 _FADED = 0.01
 _MAX_STEPS = 2**31
 MOST_WARMUP = 100  # most steps of a warm-up that the config does not set
-# schedules that end; the others continue as long as the run
-_DECAYS: tuple[ScheduleName, ...] = ("cosine", "linear", "wsd")
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def _count(steps: Mapping[str, Any], name: str) -> int:
 
 def depends_on_train_steps(config: OptimizerConfig) -> bool:
     """Checks whether the decay ends at `train.steps`, so that raising it extends it."""
-    return config.schedule in _DECAYS and config.decay_steps is None
+    return SCHEDULES[config.schedule].ends and config.decay_steps is None
 
 
 def rate_of_one(step: ArrayLike) -> jax.Array:
@@ -130,10 +129,11 @@ def extend(
 ) -> ScheduleSteps:
     """Extends a run's schedule to `train_steps`, if it ends earlier.
 
-    `cosine` and `linear` decay again from their present rate. If that is close to 0, a
-    re-warm first raises it to the rate that a new schedule of this length has there.
-    `wsd` continues at its peak, from the step where its decay started. If the run is
-    past that step and cannot go back to it, a re-warm comes first.
+    A schedule that cools down (`wsd`) continues at its peak, from the step where its
+    decay started. If the run is past that step and cannot go back to it, a re-warm
+    comes first. Others (`cosine`, `linear`) decay again from their present rate. If
+    that is close to 0, a re-warm first raises it to the rate that a new schedule of
+    this length has there.
 
     Args:
       config: options of the schedule.
@@ -151,11 +151,12 @@ def extend(
         return steps
     start = done
     decay = decay_start(config, steps)
-    if config.schedule == "wsd" and decay < done and saved(decay):
+    cools_down = SCHEDULES[config.schedule].cools_down
+    if cools_down and decay < done and saved(decay):
         start = decay
     share = float(_shape(config, steps)(jnp.float32(start)))
     peak = 1.0
-    if config.schedule != "wsd":
+    if not cools_down:
         peak = share
         if share < _FADED:
             longer = ScheduleSteps(steps.warmup_steps, train_steps)
@@ -176,7 +177,7 @@ def _exact_decay_start(config: OptimizerConfig, steps: ScheduleSteps) -> float:
     if steps.extensions:
         last = steps.extensions[-1]
         start = max(start, float(last.start + last.rewarm_steps))
-    if config.schedule == "wsd":
+    if SCHEDULES[config.schedule].cools_down:
         start = max(start, steps.end - config.decay_fraction * steps.end)
     return start
 
@@ -281,21 +282,19 @@ def _decay(
       start: step, in updates done.
       end: step, in updates done.
       first: value before the decay, as a share of the peak.
-      warmup_steps: w of `inverse_sqrt`.
+      warmup_steps: w, for schedules without an end.
     """
-    if config.schedule == "constant":
-        return jnp.ones_like
-    if config.schedule == "inverse_sqrt":
+    kind = SCHEDULES[config.schedule]
+    endless = kind.endless
+    if endless:
         warmup = max(warmup_steps, 1)
-        return lambda done: jnp.sqrt(warmup / jnp.maximum(done + 1, warmup))
+        return lambda done: endless(done, warmup)
     length = max(end - start, 1e-6)  # a warm-up that fills the schedule leaves no decay
     final = min(config.final_learning_rate, first)
 
     def shape(done: jax.Array) -> jax.Array:
         progress = jnp.clip((done - start) / length, 0.0, 1.0)
-        if config.schedule == "cosine":
-            progress = 0.5 * (1 - jnp.cos(jnp.pi * progress))
-        return first - (first - final) * progress
+        return first - (first - final) * kind.descent(progress)
 
     return shape
 
@@ -313,10 +312,11 @@ def describe(
     """
     peak = peak_learning_rate(config, global_size)
     line = f"learning rate: {steps.warmup_steps} steps of warm-up to {peak:g}, then {config.schedule}"
-    if config.schedule in _DECAYS:
+    kind = SCHEDULES[config.schedule]
+    if kind.ends:
         first = replace(steps, extensions=())
         line += ", decays"
-        if config.schedule == "wsd":
+        if kind.cools_down:
             line += f" from step {decay_start(config, first)}"
         line += f" to {config.final_learning_rate * peak:g} at step {first.end}"
         if train_steps < steps.end and not steps.extensions:
@@ -356,7 +356,7 @@ def _describe_extension(
     text = f"train.steps raised to {part.end} at step {part.start}: the rate "
     if part.rewarm_steps:
         text += f"rises from {part.share * peak:g} to {part.peak * peak:g} in {part.rewarm_steps} steps, "
-    elif config.schedule == "wsd":
+    elif SCHEDULES[config.schedule].cools_down:
         text += f"stays at {part.peak * peak:g}, "
     start = decay_start(config, steps)
     final = min(config.final_learning_rate, part.peak)

@@ -8,6 +8,7 @@ from jaxdist.optim import optimizers
 from jaxdist.parallel.placement import place
 from jaxdist.step import reduction
 from jaxdist.trainer.compose import Composition
+from jaxdist.trainer.costs import costs_of, module_costs
 
 
 def layout_faults(composition: Composition) -> list[str]:
@@ -23,7 +24,8 @@ def layout_faults(composition: Composition) -> list[str]:
         obstacle = reduction.obstacle(spec, rules)
         if obstacle:
             faults.append(reduction.refusal(obstacle))
-    axis_faults = [*_axis_faults(composition)]
+    # Several layers, or an op and the batch, may have the same fault.
+    axis_faults = list(dict.fromkeys(_axis_faults(composition)))
     faults += axis_faults
     try:
         if axis_faults:
@@ -61,6 +63,7 @@ def _axis_faults(composition: Composition) -> Iterator[str]:
     yield from _remat_faults(composition)
     yield from _expert_faults(composition)
     yield from _context_faults(composition)
+    yield from _cost_faults(composition)
 
 
 def _pipeline_faults(composition: Composition) -> Iterator[str]:
@@ -117,10 +120,24 @@ def _context_faults(composition: Composition) -> Iterator[str]:
     if not config.data.is_text:
         yield f"mesh.context={size}: data.source={config.data.source} has no sequences; set mesh.context=1"
         return
-    heads = getattr(config.model_config, "num_heads", None)
-    yield from context_attention.faults(
-        composition.rules, config.batch.sequence_length, heads
+    yield from context_attention.length_faults(
+        composition.rules, config.batch.sequence_length
     )
+
+
+def _cost_faults(composition: Composition) -> Iterator[str]:
+    """Yields what the ops of the model and of frozen modules do not support."""
+    config = composition.config
+    if composition.shape.sizes["context"] > 1 and not config.data.is_text:
+        return  # `_context_faults` has it; ops would speak of sequences
+    try:
+        costs = costs_of(config)
+        for module in composition.spec.modules.values():
+            costs += module_costs(config, module)
+    except ConfigError:
+        return  # The file of the samples is missing: what opens it reports that.
+    for cost in costs:
+        yield from cost.faults(composition.rules)
 
 
 def _merged(faults: Iterable[str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 from jaxdist.config import ConfigError, schema
 from jaxdist.models import registry
 from jaxdist.storage import run_format, untrusted
-from jaxdist.telemetry.loggers import logger
+from jaxdist.telemetry.loggers import known, logger
 from jaxdist.telemetry.loggers.background import BackgroundLogger
 from jaxdist.trainer import workdir
 from jaxdist.trainer.callbacks import Callback, Run
@@ -35,7 +35,7 @@ class Loggers(Callback):
           ConfigError: loggers do not exist or cannot be loaded. It names all of them.
         """
         names = tuple(dict.fromkeys(config.train.loggers))
-        faults = list(logger.faults(names))
+        faults = list(known.faults(names))
         if faults:
             raise ConfigError(faults)
         for name in names:
@@ -96,7 +96,7 @@ def _find(name: str) -> Make:
             # The class need not derive from Logger.
             found: Any = registry.find_class(name, object, "class", key=KEY)
         else:
-            found = logger.find_known(name)
+            found = known.find_known(name)
     except ConfigError:
         raise
     except Exception as error:  # a module may raise anything

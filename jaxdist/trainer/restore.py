@@ -19,6 +19,7 @@ from jaxdist.config import ConfigError
 from jaxdist.data import Dataset
 from jaxdist.distributed import coordination
 from jaxdist.optim import schedules
+from jaxdist.optim.schedule_table import SCHEDULES
 from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry.metrics import iter_events
@@ -58,15 +59,15 @@ class SettledSchedule(NamedTuple):
     def milestones(self, run: Run) -> frozenset[int]:
         """Finds the steps whose checkpoints are always saved and kept.
 
-        With the schedule wsd, this is the step at which the decay begins. A longer run
-        resumes there.
+        With a schedule that cools down (wsd), this is the step at which the decay begins.
+        A longer run resumes there.
         """
         saves = run.config.checkpoint
         by_rule = saves.interval == "auto" or saves.every_steps or saves.every_minutes
         if not (by_rule or saves.save_at_end):
             return frozenset()
         optimizer = run.config.optimizer
-        if optimizer.schedule != "wsd":
+        if not SCHEDULES[optimizer.schedule].cools_down:
             return frozenset()
         if not schedules.depends_on_train_steps(optimizer):
             return frozenset()

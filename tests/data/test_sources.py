@@ -6,19 +6,28 @@ import errno
 import json
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError
-from jaxdist.data import DataConfig, open_dataset, sample_shapes
+from jaxdist.data import DataConfig, open_dataset, opening, sample_shapes
 from jaxdist.data.config import parts_of
 from jaxdist.data.sources.files import find_files
 from jaxdist.data.sources.source import SampleSource, TextSource, TokenSource
 from jaxdist.data.sources.table import SOURCES, guess_source
+from jaxdist.trainer import run_config
 
 TEXTS = [f"<{number}>" + "abcdefghij"[number % 10] * 40 for number in range(60)]
+# columns of records: a text, another one, and a chat
+RECORDS = {
+    "text": TEXTS,
+    "body": [text.upper() for text in TEXTS],
+    "prompt": TEXTS,
+    "completion": TEXTS,
+}
 
 
 def write_text(folder: Path) -> str:
@@ -28,13 +37,15 @@ def write_text(folder: Path) -> str:
 
 
 def write_jsonl(folder: Path) -> str:
-    lines = [json.dumps({"text": text}) for text in TEXTS]
+    rows = zip(*RECORDS.values(), strict=True)
+    lines = [json.dumps(dict(zip(RECORDS, row, strict=True))) for row in rows]
     (folder / "rows.jsonl").write_text("\n".join(lines))
     return str(folder / "rows.jsonl")
 
 
 def write_bin(folder: Path) -> str:
-    np.arange(60_000, dtype="<u2").tofile(folder / "tokens.bin")
+    # ids of two bytes, and of four
+    np.arange(30_000, dtype="<u4").tofile(folder / "tokens.bin")
     return str(folder / "tokens.bin")
 
 
@@ -52,13 +63,13 @@ def write_megatron(folder: Path) -> str:
 def write_parquet(folder: Path) -> str:
     pyarrow = pytest.importorskip("pyarrow", reason="extra `hf` is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "rows.parquet")
+    parquet.write_table(pyarrow.table(RECORDS), folder / "rows.parquet")
     return str(folder / "rows.parquet")
 
 
 def write_huggingface(folder: Path) -> str:
     datasets = pytest.importorskip("datasets", reason="extra `hf` is not installed")
-    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(folder / "rows"))
+    datasets.Dataset.from_dict(RECORDS).save_to_disk(str(folder / "rows"))
     return str(folder / "rows")
 
 
@@ -138,6 +149,60 @@ def test_what_is_held_out_is_not_trained_on(name, tmp_path):
     assert dataset.num_validation_tokens > 0
     seen = {row.tobytes() for row in train}
     assert held_out[0].tobytes() not in seen
+
+
+# another value of each key that sources read
+OTHER = {"text_field": "body", "format": "chat", "bin_dtype": "uint32"}
+READ_KEYS = [(name, key) for name, source in SOURCES.items() for key in source.reads]
+
+
+def stamp_of(config: DataConfig) -> str:
+    """Reads what names the tokens of a source in caches and checkpoints."""
+    source = SOURCES[config.source]
+    if isinstance(source, TokenSource):
+        return source.open(config).fingerprint
+    return opening.open_corpus(config, lambda line: None).stamp
+
+
+@pytest.mark.parametrize(("name", "key"), READ_KEYS)
+def test_another_value_of_a_key_that_a_source_reads_is_another_stamp(
+    name, key, tmp_path
+):
+    config = written(name, tmp_path / "here")
+    assert stamp_of(config) == stamp_of(replace(config, prefetch=0))
+    assert stamp_of(config) != stamp_of(replace(config, **{key: OTHER[key]}))
+
+
+def test_a_source_gets_no_key_that_its_row_does_not_declare(tmp_path, monkeypatch):
+    config = written("jsonl", tmp_path / "here")
+    monkeypatch.setitem(SOURCES, "jsonl", replace(SOURCES["jsonl"], reads=("format",)))
+    with pytest.raises(AttributeError, match="data.text_field: .* does not declare"):
+        opened(config)
+
+
+def test_a_corpus_without_documents_is_refused_with_its_size_and_what_to_change(
+    tmp_path,
+):
+    (tmp_path / "rows.jsonl").write_text("\n\n")
+    path = str(tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError) as error:
+        opened(DataConfig(source="jsonl", path=path, cache_dir=str(tmp_path)))
+    assert str(error.value).endswith(
+        f"data.source: jsonl {path} has no documents (1 files, 0.00 MB). Set data.path "
+        "to other data, or change data.format, data.text_field."
+    )
+
+
+def test_a_key_that_the_source_does_not_read_is_named():
+    config = run_config.default_config()
+    config.data.text_field = "body"
+    config.data.bin_dtype = "uint32"
+    assert list(run_config.unread_options(run_config.from_config(config))) == [
+        "data.text_field=body has no effect: data.source=stdlib does not read it, only "
+        "jsonl, huggingface, parquet, mixture. Leave it out, or change data.source.",
+        "data.bin_dtype=uint32 has no effect: data.source=stdlib does not read it, only "
+        "bin, mixture. Leave it out, or change data.source.",
+    ]
 
 
 @pytest.mark.parametrize("name", SOURCES)

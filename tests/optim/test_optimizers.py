@@ -20,6 +20,7 @@ from jaxdist.optim import optimizers, schedules
 from jaxdist.optim import roles as optim_roles
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.roles import Role
+from jaxdist.optim.schedule_table import SCHEDULES, cooling_down, ending
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.storage.untrusted import Malformed
 
@@ -135,7 +136,7 @@ def test_all_faults_are_raised_at_once():
         schedules.build_schedule(OptimizerConfig(warmup_steps=11), 10, 1)
 
 
-SCHEDULES = [  # peak 2, 10 warm-up steps, 110 steps
+FORMS = [  # peak 2, 10 warm-up steps, 110 steps
     ({"schedule": "constant"}, {0: 0.2, 4: 1.0, 9: 2.0, 10: 2.0, 1000: 2.0}),
     (
         {"schedule": "linear"},
@@ -171,7 +172,11 @@ SCHEDULES = [  # peak 2, 10 warm-up steps, 110 steps
 ]
 
 
-@pytest.mark.parametrize(("change", "points"), SCHEDULES)
+def test_each_schedule_has_a_closed_form_here():
+    assert {change["schedule"] for change, _ in FORMS} == set(SCHEDULES)
+
+
+@pytest.mark.parametrize(("change", "points"), FORMS)
 def test_schedule_has_its_closed_form(change, points):
     config = OptimizerConfig(**({"learning_rate": 2.0, "warmup_steps": 10} | change))
     schedule = schedules.build_schedule(config, 110, 8)
@@ -218,13 +223,15 @@ def test_peak_follows_the_batch(scaling, factor):
 
 
 def test_which_schedules_depend_on_the_length_of_the_run():
-    for name, expected in [("cosine", True), ("wsd", True), ("constant", False)]:
-        config = OptimizerConfig(schedule=name)
+    for name, shape in SCHEDULES.items():
+        config = OptimizerConfig(schedule=name, warmup_steps=10)
         short, long = (
             schedules.build_schedule(config, steps, 1)(190) for steps in (200, 400)
         )
         assert (
-            bool(short != long) == schedules.depends_on_train_steps(config) == expected
+            bool(short != long)
+            == schedules.depends_on_train_steps(config)
+            == shape.ends
         )
     assert not schedules.depends_on_train_steps(OptimizerConfig(decay_steps=500))
 
@@ -270,7 +277,7 @@ def test_a_warm_up_that_is_not_set_is_a_tenth_of_the_run(options, train_steps, w
     assert longer.warmup_steps == warmup
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear"])
+@pytest.mark.parametrize("name", sorted({*ending()} - {*cooling_down()}))
 @pytest.mark.parametrize("final", [0.0, 0.1])
 def test_a_decay_is_extended_from_the_rate_it_has(name, final):
     config = OptimizerConfig(
@@ -284,8 +291,8 @@ def test_a_decay_is_extended_from_the_rate_it_has(name, final):
     assert after[60] == pytest.approx(before[60], rel=1e-6)
     assert (np.diff(after[60:]) < 0).all()
     assert after[199] > after[200] == pytest.approx(2 * final, abs=1e-6)
-    middle = (before[60] + 2 * final) / 2
-    # both shapes are there half-way down
+    half_way = float(SCHEDULES[name].descent(jnp.float32(0.5)))
+    middle = before[60] + (2 * final - before[60]) * half_way
     assert after[130] == pytest.approx(middle, rel=1e-5)
 
 
@@ -309,8 +316,9 @@ def test_a_decay_that_has_come_to_nothing_begins_again_with_a_short_warm_up():
     )
 
 
-def test_wsd_goes_on_at_its_peak_from_where_its_decay_began():
-    config = OptimizerConfig(schedule="wsd", learning_rate=2.0)
+@pytest.mark.parametrize("name", cooling_down())
+def test_a_cool_down_is_put_off_from_where_it_began(name):
+    config = OptimizerConfig(schedule=name, learning_rate=2.0)
     assert schedules.decay_start(config, schedules.settle(config, 100)) == 80
     straight = rates(config, schedules.ScheduleSteps(10, 200), 200)
     for done, saved in ((60, ()), (80, ()), (95, (80,)), (100, (80,))):

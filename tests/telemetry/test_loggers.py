@@ -14,8 +14,9 @@ import pytest
 
 from jaxdist.config import extras
 from jaxdist.telemetry import metrics
-from jaxdist.telemetry.loggers import logger
+from jaxdist.telemetry.loggers import known
 from jaxdist.telemetry.loggers.background import BackgroundLogger
+from jaxdist.telemetry.loggers.known import Known
 from jaxdist.telemetry.loggers.logger import LoggedRun
 from support import loggers as examples
 from support import wandb_files
@@ -38,7 +39,8 @@ def run_in(folder, **changes) -> LoggedRun:
 
 
 def test_calls_come_in_order_from_one_thread(tmp_path):
-    run, reports = run_in(tmp_path), []
+    run = run_in(tmp_path)
+    reports = []
     background = BackgroundLogger(
         "mine",
         lambda: examples.Recording(run),
@@ -125,13 +127,13 @@ def test_views_get_numbers_not_arrays(tmp_path):
 
 
 def test_names_are_checked_without_executing_anything(monkeypatch):
-    assert list(logger.faults(["tensorboard", "no.such.module:Class"])) == []
-    (fault,) = logger.faults(["tensorbord"])
+    assert list(known.faults(["tensorboard", "no.such.module:Class"])) == []
+    (fault,) = known.faults(["tensorbord"])
     assert fault.startswith(
         "train.loggers=tensorbord: no such logger; Did you mean tensorboard?"
     )
-    monkeypatch.setattr(logger, "find_spec", lambda name: None)
-    (fault,) = logger.faults(["wandb"])
+    monkeypatch.setattr(known, "find_spec", lambda name: None)
+    (fault,) = known.faults(["wandb"])
     command = extras.install_command("wandb")
     assert fault == (
         f"train.loggers=wandb: the package wandb is not installed. "
@@ -149,13 +151,83 @@ def test_a_package_adds_a_logger_by_an_entry_point(tmp_path, monkeypatch):
         "[jaxdist.loggers]\nacme = support.loggers:Recording\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    logger._entry_points.cache_clear()
-    assert list(logger.faults(["acme"])) == []
-    assert logger.find_known("acme") is examples.Recording
-    logger._entry_points.cache_clear()
+    known._entry_points.cache_clear()
+    assert list(known.faults(["acme"])) == []
+    assert known.find_known("acme") is examples.Recording
+    known._entry_points.cache_clear()
+
+
+def test_a_logger_of_jaxdist_needs_no_package_or_one_without_an_extra(monkeypatch):
+    monkeypatch.setitem(known.LOGGERS, "plain", Known(lambda: examples.Recording))
+    monkeypatch.setitem(known.LOGGERS, "other", Known(print, package="no_such_package"))
+    (fault,) = known.faults(["plain", "other"])
+    assert fault == (
+        "train.loggers=other: the package no_such_package is not installed. "
+        "Install it with: pip install no_such_package"
+    )
+    assert known.find_known("plain") is examples.Recording
 
 
 # --- against what the packages write
+
+
+def losses_of_tensorboard(folder):
+    files = sorted((folder / "tensorboard").iterdir())
+    return [(step, value) for name, step, value in points(files) if name == "loss"]
+
+
+def losses_of_wandb(folder):
+    runs = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    rows = [row for run in runs for row in wandb_files.history(run)]
+    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
+
+
+def losses_of_trackio(folder):
+    storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+    rows = storage.get_logs("jaxdist", f"{folder.name}-0123abcd")
+    return [(row["step"], row["loss"]) for row in rows if "loss" in row]
+
+
+# how to read the losses that a logger of jaxdist has written: (step, loss), in order
+READERS = {
+    "tensorboard": losses_of_tensorboard,
+    "trackio": losses_of_trackio,
+    "wandb": losses_of_wandb,
+}
+
+
+def test_each_logger_of_jaxdist_is_read():
+    assert READERS.keys() == known.LOGGERS.keys()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", READERS)
+def test_a_logger_has_the_last_row_of_each_step(name, tmp_path, monkeypatch):
+    """A run of 4 steps, resumed from step 2, in the thread that calls loggers."""
+    if list(known.faults([name])):
+        pytest.skip(f"the package of {name} is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
+    make = known.find_known(name)
+    reports = []
+    for first_step, factor in ((0, 1.0), (2, 0.5)):
+        run = run_in(tmp_path, first_step=first_step)
+        background = BackgroundLogger(
+            name,
+            lambda run=run: make(run),
+            lambda *a, **k: reports.append((a, k)),
+            close_s=60,
+        )
+        background.event("start", first_step, devices=8)
+        for step in range(first_step + 1, first_step + 5):
+            background.write(
+                step,
+                {"loss": factor * step, "mfu": None, "z": math.nan, "unit": "tokens"},
+            )
+        background.close()
+    assert reports == []
+    last = {1: 1.0, 2: 2.0, 3: 1.5, 4: 2.0, 5: 2.5, 6: 3.0}
+    assert dict(READERS[name](tmp_path)) == pytest.approx(last)
 
 
 def written(cls, run, first=1):
@@ -195,16 +267,22 @@ def test_tensorboard_has_scalars_config_and_hyperparameters(tmp_path):
 
 
 def scalars(folder):
+    found = points(folder.iterdir())
+    return [(name, step, pytest.approx(value)) for name, step, value in found]
+
+
+def points(files):
+    """Reads the points of TensorBoard's files: (name, step, value), in order."""
     event_pb2 = importlib.import_module("tensorboardX.proto.event_pb2")
     found = []
-    for path in folder.iterdir():
-        data, at = path.read_bytes(), 0
+    for path in files:
+        data = path.read_bytes()
+        at = 0
         while at < len(data):  # length, its checksum, the record, its checksum
             size = int.from_bytes(data[at : at + 8], "little")
             event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
             found += [
-                (v.tag, event.step, pytest.approx(v.simple_value))
-                for v in event.summary.value
+                (v.tag, event.step, v.simple_value) for v in event.summary.value
             ]
             at += size + 16
     return found

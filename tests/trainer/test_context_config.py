@@ -2,10 +2,14 @@
 anything compiles.
 """
 
+from dataclasses import dataclass
+
 import pytest
 
 from jaxdist import train
 from jaxdist.config import EXIT_CONFIG, ConfigError, files
+from jaxdist.models.transformer import TransformerConfig
+from jaxdist.ops.costs import Cost
 from jaxdist.trainer import compose, exit_code, run_config, step_lines, validation
 
 
@@ -58,6 +62,31 @@ def test_images_have_no_sequence_to_split():
         validation.validate_on(
             run_of("vit_digits", mesh__context=8), 8, with_data=False
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeSequences(Cost):
+    """Cost of an op that needs whole sequences."""
+
+    def faults(self, rules):
+        if rules.shape.sizes["context"] > 1:
+            yield f"mesh.context: {self.name} needs whole sequences; set it to 1"
+
+
+def test_what_the_cost_of_an_op_refuses_is_a_fault_beside_all_others(monkeypatch):
+    costs = TransformerConfig.costs
+    convolution = WholeSequences(name="a convolution")
+
+    def with_convolutions(self, length):
+        return [*costs(self, length), convolution, convolution]
+
+    monkeypatch.setattr(TransformerConfig, "costs", with_convolutions)
+    validation.validate_on(run_of(mesh__context=1), 8)
+    with pytest.raises(ConfigError) as error:
+        validation.validate_on(run_of(mesh__context=8, batch__sequence_length=100), 8)
+    length, refusal = error.value.faults
+    assert length.startswith("batch.sequence_length=100 is not divisible")
+    assert refusal == "mesh.context: a convolution needs whole sequences; set it to 1"
 
 
 def test_auto_takes_what_divides_and_says_so():

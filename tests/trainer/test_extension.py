@@ -4,16 +4,20 @@ the schedule.
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from jaxdist.checkpoint.folders import list_steps, read_step
+from jaxdist.optim import schedules
+from jaxdist.optim.schedule_table import SCHEDULES
 from jaxdist.telemetry.metrics import read_rows
 from jaxdist.trainer import run_config, trainer
 from jaxdist.trainer.callbacks import every
-from support.runs import final_arrays, losses, train_and_kill
+from jaxdist.trainer.restore import SettledSchedule
+from support.runs import final_arrays, losses, run_of, train_and_kill
 from support.runs import train as train_process
 
 
@@ -61,6 +65,17 @@ def same(one, other, step):
 def copied(folder, to, step):
     """Returns a hook that copies the run as a kill -9 after the step would leave it."""
     return every(step, lambda view: view.step == step and shutil.copytree(folder, to))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_checkpoint_where_a_cool_down_begins_is_kept(name):
+    config = run_of("quickstart", **{"optimizer.schedule": name, "train.steps": 100})
+    steps = schedules.settle(config.optimizer, 100)
+    settled = SettledSchedule(steps, back_to=None, newest=0)
+    milestones = settled.milestones(SimpleNamespace(config=config))
+    kept = {40} if SCHEDULES[name].cools_down else set()
+    assert config.optimizer.decay_fraction == 0.6
+    assert milestones == kept
 
 
 def test_wsd_goes_back_to_where_its_decay_began(tmp_path, capfd):

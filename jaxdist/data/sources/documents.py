@@ -6,7 +6,10 @@ from typing import NamedTuple, Protocol
 
 
 class SourceOptions(Protocol):
-    """Keys of `data.*` that a source reads; `DataConfig` has them."""
+    """What a source may read: its name and path, and the keys that its row declares.
+
+    `DataConfig` has them all. `data.opening` gives a source no key but those.
+    """
 
     @property
     def source(self) -> str:
@@ -54,3 +57,5 @@ class Corpus:
     stamp: str
     summary: str  # the amount of data, on one line
     documents: Callable[[], Iterator[Document]]  # yields all, always in the same order
+    # keys of `data.*` that decide which text the documents have, for errors
+    keys: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ import datasets
 from jaxdist.config import ConfigError
 from jaxdist.data.reading import one_line, reading
 from jaxdist.data.sources.documents import Corpus, Document, SourceOptions
-from jaxdist.data.sources.records import columns_of, fields_of, record_document
+from jaxdist.data.sources.records import columns_of, record_document
 from jaxdist.storage.digest import digest
 
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # files of save_to_disk
@@ -48,7 +48,7 @@ def open_corpus(options: SourceOptions) -> Corpus:
 
     return Corpus(
         name=name,
-        stamp=digest(options.path, *fields_of(options), rows.num_rows, *stamps),
+        stamp=digest(options.path, rows.num_rows, *stamps),
         summary=f"{rows.num_rows} rows",
         documents=documents,
     )

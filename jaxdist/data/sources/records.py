@@ -4,7 +4,6 @@ A record is a text in the field `data.text_field`, or a chat (`data.format=chat`
 has an `id` that is not empty, this is the id of the document.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxdist.config import ConfigError
@@ -12,7 +11,6 @@ from jaxdist.data.reading import one_line
 from jaxdist.data.sources import chat_rows
 from jaxdist.data.sources.documents import Corpus, Document, SourceOptions
 from jaxdist.data.sources.files import File, corpus_of
-from jaxdist.storage.digest import digest
 from jaxdist.storage.untrusted import Malformed
 
 
@@ -21,7 +19,7 @@ def corpus_of_records(
     files: list[File],
     read: Callable[[File, SourceOptions], Iterator[Document]],
 ) -> Corpus:
-    """Makes a corpus of the records in files, stamped with the fields that are read.
+    """Makes a corpus of the records in files.
 
     Args:
       options: settings of the data.
@@ -31,9 +29,7 @@ def corpus_of_records(
     Raises:
       ConfigError: a file cannot be read.
     """
-    corpus = corpus_of(options.name, files, lambda file: read(file, options))
-    stamp = digest(corpus.stamp, *fields_of(options))
-    return dataclasses.replace(corpus, stamp=stamp)
+    return corpus_of(options.name, files, lambda file: read(file, options))
 
 
 def fields_of(options: SourceOptions) -> tuple[str, ...]:

@@ -35,6 +35,9 @@ class Source:
     # whether borders of documents are known, for data.packing=documents
     has_documents: bool = True
     has_chats: bool = False  # whether records may be chats, for data.format=chat
+    # keys of `data.*` that `open` reads besides data.path; they are a part of the
+    # corpus's stamp, and `open` gets no others
+    reads: tuple[str, ...] = ()
     # whether the caller of `jaxdist.fit` passes the batches; commands cannot open them
     from_caller: bool = False
 

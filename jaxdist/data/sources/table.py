@@ -58,6 +58,8 @@ def _read_digits(path: str) -> tuple[dict[str, np.ndarray], str]:
     return arrays_and_stamp
 
 
+_RECORD = ("format", "text_field")  # keys that say which text a record has
+
 SOURCES: dict[str, Source] = {
     "stdlib": TextSource(open=stdlib.open_corpus, takes_path=False),
     "text": TextSource(open=files.open_text),
@@ -65,22 +67,37 @@ SOURCES: dict[str, Source] = {
         open=jsonl.open_corpus,
         endings=(".jsonl", ".jsonl.gz", ".json", ".json.gz"),
         has_chats=True,
+        reads=_RECORD,
     ),
-    "bin": TokenSource(open=open_bin, endings=(".bin",), has_documents=False),
+    "bin": TokenSource(
+        open=open_bin, endings=(".bin",), has_documents=False, reads=("bin_dtype",)
+    ),
     "megatron": TokenSource(open=open_megatron, endings=(".idx",)),
     "huggingface": TextSource(
-        open=_late_corpus("jaxdist.data.sources.huggingface"), has_chats=True
+        open=_late_corpus("jaxdist.data.sources.huggingface"),
+        has_chats=True,
+        reads=_RECORD,
     ),
     "parquet": TextSource(
         open=_late_corpus("jaxdist.data.sources.parquet"),
         endings=(".parquet",),
         has_chats=True,
+        reads=_RECORD,
     ),
     "mixture": Mixture(takes_path=False, has_chats=True),
     "digits": SampleSource(shapes=_digits_shapes, read=_read_digits, takes_path=False),
     "arrays": SampleSource(shapes=npz.shapes, read=npz.read, endings=(".npz",)),
     "given": SampleSource(shapes=samples.parse_shapes, from_caller=True),
 }
+
+
+def readers_of(option: str) -> tuple[str, ...]:
+    """Lists the sources that read a key of `data.*`. A mixture may have one of them."""
+    return tuple(
+        name
+        for name, source in SOURCES.items()
+        if option in source.reads or isinstance(source, Mixture)
+    )
 
 
 def guess_source(path: str) -> str:

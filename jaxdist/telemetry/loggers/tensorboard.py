@@ -22,7 +22,13 @@ class TensorBoardLogger:
         Points after the restored step are hidden, since the run repeats them.
         """
         folder = str(run.workdir / "tensorboard")
-        self._writer = tensorboardX.SummaryWriter(folder, purge_step=run.first_step + 1)
+        self._writer = tensorboardX.SummaryWriter(
+            folder,
+            purge_step=run.first_step + 1,
+            # The name of a file has the second of its start, and a file of that name
+            # would be overwritten.
+            filename_suffix=f".{run.first_step}",
+        )
         rows = "\n".join(
             f"| {key} | `{json.dumps(value)}` |" for key, value in run.config.items()
         )
