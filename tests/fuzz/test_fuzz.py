@@ -42,7 +42,7 @@ OF_DATA += (
     "tuple-valued flags",
 )
 COSTLY = "state"  # which restores a checkpoint for each input
-WALL_S = 60  # for an answer: the program itself limits a reader's processor time
+WALL_S = 150  # for an answer: the program itself limits a reader's processor time
 
 
 @pytest.fixture(scope="module", name="run")
