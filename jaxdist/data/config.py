@@ -38,9 +38,9 @@ class DataConfig:
     # sources of source=mixture, each as "weight:source:path" with weight > 0
     mixture: tuple[str, ...] = ()
     # name of the text field or column (jsonl, huggingface, parquet)
-    text_field: Annotated[
-        str, ReadWith("data.source", readers_of("text_field"))
-    ] = "text"
+    text_field: Annotated[str, ReadWith("data.source", readers_of("text_field"))] = (
+        "text"
+    )
     # content of a record: text = a text in text_field; chat = messages, or prompt and
     # completion (extra chat)
     format: Literal["text", "chat"] = "text"

@@ -330,7 +330,7 @@ def _divisibility_fault(
     key = "mesh." + " x mesh.".join(axes)
     return (
         f"{path}: dim {name}={dim} is not divisible by {key}={size}; "
-        f"nearest legal {name}: {legal}; or set {key} to {largest}"
+        f"nearest legal sizes of this dim: {legal}; or set {key} to {largest}"
     )
 
 

@@ -264,7 +264,11 @@ class Callback:
         """Runs after a step, at the interval `steps`."""
 
     def on_record(self, step: int, metrics: Metrics) -> None:
-        """Runs once a step is known to be done.
+        """Runs once a step is known to be done, in order of the steps.
+
+        This is 3 steps after `on_step` of the step: `on_step` of the 4th step after it is
+        the first that knows it. All steps are recorded before an evaluation, a save and
+        the end.
 
         Args:
           step: the step.

@@ -18,7 +18,7 @@ from jaxdist.trainer.run_metadata import Progress
 
 # rows of a run, at most about, that include arrays: 2 MB for 48 layers with 128 experts
 _ARRAY_ROWS = 50
-_STEPS_IN_FLIGHT = 3  # steps whose metrics are not read yet, so that no device waits
+STEPS_IN_FLIGHT = 3  # steps whose metrics are not read yet, so that no device waits
 
 
 @dataclass
@@ -107,7 +107,7 @@ class StepLog:
           Diverged: a recorded step has a numerical fault.
         """
         self._pending.append((number, metrics))
-        self.drain_metrics(in_flight=_STEPS_IN_FLIGHT)
+        self.drain_metrics(in_flight=STEPS_IN_FLIGHT)
 
     def drain_metrics(self, in_flight: int = 0) -> None:
         """Waits for steps and records them.

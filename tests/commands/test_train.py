@@ -109,7 +109,7 @@ CASES = {
         ["mesh.tensor=4", "model.num_heads=6", "model.num_kv_heads=2"],
         [
             "blocks/attention/out and 1 more: dim heads=6 is not divisible by mesh.tensor=4",
-            "nearest legal heads: 4 or 8",
+            "nearest legal sizes of this dim: 4 or 8",
         ],
     ),
     "kv heads, neither divides": (

@@ -26,8 +26,10 @@ from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, SourceError, bpe, open_dataset
 from jaxdist.data.sources.documents import Corpus, Document
 from jaxdist.data.sources.megatron import open_megatron
+from jaxdist.data.sources.table import SOURCES
 from jaxdist.data.token_cache import TextEncoder, open_tokens
 from jaxdist.data.token_files import BLOCK_TOKENS
+from support.paths import ROOT
 
 LENGTH_S = 16
 
@@ -631,6 +633,22 @@ SOUND = {  # source, file: a sound one
     ("megatron", "a.bin"): MEGATRON[1],
     ("arrays", "a.npz"): GOOD_NPZ,
 }
+
+
+def test_each_source_of_files_has_a_sound_one():
+    of_packages = {"parquet", "huggingface"}  # parquet has a test of its own below
+    paths = {
+        name
+        for name, source in SOURCES.items()
+        if source.takes_path and not source.from_caller
+    }
+    assert paths == {source for source, _ in SOUND} | of_packages
+
+
+def test_each_source_of_files_is_read_by_the_fuzzer():
+    text = (ROOT / "tests/support/untrusted_readers.py").read_text()
+    for source, _ in SOUND:
+        assert f'opened("{source}"' in text, source
 
 
 def damaged(sound: bytes) -> st.SearchStrategy[bytes]:

@@ -12,6 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxdist.data.sources.table import SOURCES
+from jaxdist.models.channels import CHANNELS
+from jaxdist.models.mixers import MIXERS
+from jaxdist.optim.schedule_table import SCHEDULES
+from jaxdist.telemetry.loggers import known
 from support.paths import ROOT
 
 PAGES = sorted(
@@ -132,6 +137,23 @@ def test_links_lead_somewhere(page):
         )
     ]
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+# page of docs -> the table whose names it explains
+EXPLAINED = {
+    "watching-runs.md": known.LOGGERS,
+    "configuration.md": SCHEDULES | SOURCES,
+    "your-own-model.md": MIXERS,
+    "experts.md": CHANNELS,
+}
+
+
+@pytest.mark.parametrize("page", EXPLAINED)
+def test_each_name_of_a_table_is_on_the_page_that_explains_it(page):
+    spans = re.findall(r"`([^`\n]+)`", (ROOT / "docs" / page).read_text())
+    words = {word for span in spans for word in re.findall(r"\w+", span)}
+    missing = EXPLAINED[page].keys() - words
+    assert not missing, f"say in docs/{page} what these are"
 
 
 def test_the_page_of_config_keys_is_generated():

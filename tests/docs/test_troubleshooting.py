@@ -131,19 +131,35 @@ def test_each_row_says_all_and_names_what_exists(heading):
 
 
 def test_every_reason_of_a_stop_is_told():
-    """Those that the code names; a hook's own text is another's."""
+    """Those that the code names, and the key of each callback that stops a run.
+
+    A hook's own text is another's.
+    """
     told = " ".join(rows("Why a run stopped"))
-    trainer = ROOT / "jaxdist/trainer"
-    files = ("trainer.py", "loop.py", "run_loop.py")
-    source = "".join((trainer / name).read_text() for name in files)
-    replicas = ROOT / "jaxdist/operations/watch/replica_check.py"
-    health = (trainer / "health.py").read_text() + replicas.read_text()
+    files = sorted((ROOT / "jaxdist").rglob("*.py"))
+    source = "\n".join(file.read_text() for file in files)
     stops = re.findall(r'event\(\s*"stop"[^)]*', source)
     reasons = set(re.findall(r'"(\w+)"', " ".join(stops))) - {"stop"}
     reasons |= set(re.findall(r'cause = "(\w+)"', source))
     reasons |= set(re.findall(r'event_reason = (?:reason or )?"(\w+)"', source))
     reasons |= set(re.findall(r'"reason", "(\w+)"', source))
-    reasons |= set(re.findall(r'raise Diverged\(\s*"(\w+)"', health))
-    assert len(reasons) >= 6
+    reasons |= set(re.findall(r'raise Diverged\(\s*"(\w+)"', source))
+    assert {"finished", "nonfinite", "drift", "data", "save_failed"} <= reasons
     missing = [reason for reason in reasons if reason not in told]
     assert not missing, "why a run stopped: a row for each of these is missing"
+    section = (
+        PAGE.read_text().partition("## Why a run stopped")[2].partition("\n## ")[0]
+    )
+    stopping = [
+        file
+        for file in files
+        if re.search(r"\b(view|run)\.stop\(", file.read_text())
+        and "(Callback):" in file.read_text()
+    ]
+    assert [file.stem for file in stopping if file.stem == "best"]
+    for file in stopping:
+        keys = re.findall(r"\n    keys = \(([^)]*)\)", file.read_text())
+        named = re.findall(r'"([\w.]+)"', " ".join(keys))
+        assert any(f"`{key}" in section for key in named), (
+            f"{file.stem} stops a run: name its key under 'Why a run stopped'"
+        )

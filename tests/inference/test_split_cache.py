@@ -81,6 +81,9 @@ class Case:
     axes: dict[str, int]
     shard: tuple[int, int, int]  # rows, slots and kv heads on a device
     rules: dict[str, Any] = field(default_factory=dict)
+    # layers, heads and size of a slot on a device, of each array that a mixer other
+    # than attention keeps
+    others: tuple[tuple[int, int, int], ...] = ()
 
 
 CASES = {
@@ -196,14 +199,12 @@ def test_logits_and_tokens_are_those_of_one_device(name):
     layout = Layout(case.config, **case.axes, **case.rules)
     rows, slots, heads = case.shard
     logits, cache = layout.forced(slots * case.axes["context"])
-    for held in jax.tree.leaves(cache.stacks):
-        assert held.addressable_shards[0].data.shape == (
-            case.config.num_layers,
-            rows,
-            slots,
-            heads,
-            8,
-        )
+    layers = case.config.num_layers - sum(depth for depth, *_ in case.others)
+    held = {x.addressable_shards[0].data.shape for x in jax.tree.leaves(cache.stacks)}
+    assert held == {
+        (depth, rows, slots, *slot)
+        for depth, *slot in ((layers, heads, 8), *case.others)
+    }
     assert cache.places.sharding.spec == jax.P("context")
     expected, tokens = alone(case.config)
     assert expected.std() > 0.5  # sharp enough that a wrong mask or position would show

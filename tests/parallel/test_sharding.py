@@ -148,7 +148,8 @@ def test_a_fault_names_parameter_dim_axis_and_the_nearest_legal_sizes():
     text = faults(tensor=5)
     assert (
         "blocks/mlp/down: dim d_ff=48 is not divisible by mesh.tensor=5; "
-        "nearest legal d_ff: 45 or 50; or set mesh.tensor to 4" in text.splitlines()
+        "nearest legal sizes of this dim: 45 or 50; or set mesh.tensor to 4"
+        in text.splitlines()
     )
     assert "embedding: dim vocab=64" in text
     assert "output: dim vocab=64" in text
@@ -157,7 +158,7 @@ def test_a_fault_names_parameter_dim_axis_and_the_nearest_legal_sizes():
 def test_d_model_must_divide_by_fsdp_unless_nothing_is_sharded():
     text = faults(fsdp=3)
     assert "blocks/mlp/up: dim d_model=32 is not divisible by mesh.fsdp=3" in text
-    assert "nearest legal d_model: 30 or 33; or set mesh.fsdp to 2" in text
+    assert "nearest legal sizes of this dim: 30 or 33; or set mesh.fsdp to 2" in text
     assert "norm" not in text  # vectors are kept whole
     assert placement.place(spec_of().named_parameters(), rules(0, fsdp=3))
 
@@ -165,7 +166,7 @@ def test_d_model_must_divide_by_fsdp_unless_nothing_is_sharded():
 def test_query_heads_that_tensor_does_not_divide_are_refused():
     text = faults(model=replace(TINY, num_heads=6, num_kv_heads=2), tensor=4)
     assert (
-        "query: dim heads=6 is not divisible by mesh.tensor=4; nearest legal heads: 4 or 8"
+        "query: dim heads=6 is not divisible by mesh.tensor=4; nearest legal sizes of this dim: 4 or 8"
         in text
     )
     assert "kv_heads" not in text  # two are copied, no fault

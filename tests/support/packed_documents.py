@@ -1,5 +1,7 @@
-"""A dataset of packed documents in a token file."""
+"""Packed documents: a dataset in a token file, and a row of a batch."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.data.dataset import Dataset, DatasetSplit
@@ -29,3 +31,18 @@ def dataset_of(folder, lengths, length_S: int) -> Dataset:
         seed=1,
         fingerprint="",
     )
+
+
+def packed_row(documents) -> dict[str, jax.Array]:
+    """Returns the fields [1, S] of a row with these documents of ids, one after another."""
+    lengths = [len(document) for document in documents]
+    fields = {
+        "tokens": jnp.concatenate(documents),
+        "positions": jnp.concatenate([jnp.arange(length) for length in lengths]),
+        "segment_ids": jnp.repeat(
+            jnp.arange(1, len(documents) + 1),
+            np.array(lengths),
+            total_repeat_length=sum(lengths),
+        ),
+    }
+    return {name: x[None] for name, x in fields.items()}

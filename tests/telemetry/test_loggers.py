@@ -281,9 +281,7 @@ def points(files):
         while at < len(data):  # length, its checksum, the record, its checksum
             size = int.from_bytes(data[at : at + 8], "little")
             event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
-            found += [
-                (v.tag, event.step, v.simple_value) for v in event.summary.value
-            ]
+            found += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
             at += size + 16
     return found
 

@@ -5,6 +5,7 @@ without one of them refuses. In this process; real tiny models.
 import copy
 import importlib
 import inspect
+import json
 import re
 
 import jax
@@ -28,6 +29,7 @@ from jaxdist.trainer.callbacks import (
     every,
 )
 from jaxdist.trainer.health import Diverged
+from jaxdist.trainer.step_log import STEPS_IN_FLIGHT
 
 STEPS = 4
 SMALL = {
@@ -624,6 +626,51 @@ def test_what_is_no_callback_is_refused_one_line_each(tmp_path):
         "callbacks: <class 'jaxdist.trainer.callbacks.Callback'>",
     ]
     assert not (tmp_path / "run").exists()
+
+
+class Observer(Callback):
+    """Stores the states of other callbacks, and compares them after a restore."""
+
+    name = "observer"
+
+    def __init__(self, others: list[Callback]):
+        self.others = others
+        self.handed = None  # the states that `load` got
+        self.loaded = None  # the states of the others after their `load`
+
+    def states(self):
+        found = {other.name: other.state() for other in self.others}
+        return json.loads(json.dumps(found))
+
+    def state(self):
+        return self.states()
+
+    def load(self, state):
+        self.handed = state
+        self.loaded = self.states() if state else None
+
+
+def test_a_callback_that_a_run_hands_its_state_has_the_same_state_again(tmp_path):
+    def named() -> list[Callback]:
+        everyone = library.run_callbacks(config_of(), tmp_path)
+        return [callback for callback in everyone if callback.name]
+
+    keys = keys_of(named())
+    options = {key: value for key, value in SET.items() if key in keys}
+    options |= {"train.eval_every": 2, "train.patience": 9}
+    first = Observer(named())
+    run(tmp_path / "run", *first.others, first, **options)
+    second = Observer(named())
+    run(
+        tmp_path / "run", *second.others, second, **options | {"train.steps": STEPS + 1}
+    )
+    assert second.handed.keys() == {callback.name for callback in named()}
+    assert second.handed["best"]["step"] > 0
+    assert second.loaded == second.handed
+
+
+def test_an_author_reads_how_many_steps_a_record_is_late():
+    assert f"This is {STEPS_IN_FLIGHT} steps after" in Callback.on_record.__doc__
 
 
 # --- the roots ------------------------------------------------------------------------
