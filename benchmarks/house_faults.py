@@ -446,7 +446,7 @@ FAULTS = (
     Fault(
         name="seal_not_compared",
         room="checkpoint",
-        function="read_manifest",
+        function="parse_manifest",
         old="text != _text(manifest)",
         new="False",
         tests=("checkpoint/test_manifest.py::test_every_byte_of_a_manifest_matters",),
@@ -738,7 +738,7 @@ finally:
     Fault(
         name="stop_signal_unheard",
         room="trainer",
-        function="StopSignals.reached",
+        function="StopSignals.finish_step",
         old="self._steps >= self._stop_at",
         new="False",
         tests=(
@@ -924,9 +924,9 @@ jax.local_device_count()
         name="count_of_the_last_part_alone",
         room="step",
         function="_sum_accumulation_parts.add",
-        old="return jax.tree.map(jnp.add, total, sums_of(accumulation_part)), None",
+        old="return jax.tree.map(jnp.add, total, sums_of(accumulation_step)), None",
         new="""
-sums = sums_of(accumulation_part)
+sums = sums_of(accumulation_step)
 total = jax.tree.map(jnp.add, total, sums)
 return total._replace(loss=total.loss._replace(count=sums.loss.count)), None
 """,
@@ -1283,7 +1283,7 @@ if normalise:
     Fault(
         name="first_row_of_a_step_wins",
         room="telemetry",
-        function="_last_of_steps",
+        function="_LastRows.add",
         old="rows_by_step.pop(step, None)\nrows_by_step[step] = row",
         new="rows_by_step.setdefault(step, row)",
         tests=(
@@ -1431,13 +1431,13 @@ if normalise:
         function="Copier._expire",
         old=(
             "folders.expired(candidates, newest=local[-1], "
-            "keep_last=self._store.config.keep_last, "
-            "keep_every=self._store.config.keep_every, best=self._store.best)"
+            "keep_last=self._manager.config.keep_last, "
+            "keep_every=self._manager.config.keep_every, best=self._manager.best)"
         ),
         new=(
             "folders.expired(candidates, newest=local[-1], "
-            "keep_last=self._store.config.keep_last, "
-            "keep_every=self._store.config.keep_every)"
+            "keep_last=self._manager.config.keep_last, "
+            "keep_every=self._manager.config.keep_every)"
         ),
         tests=(
             "operations/test_copies.py::test_the_copy_of_the_best_step_stays_where_the_step_itself_is_gone",

@@ -432,9 +432,10 @@ def check_stored_config(
         raise ConfigError(_another_run(list(changed), config, place, at=at, fix=fix))
     is_of_optimizer = all(path.startswith("optimizer.") for path in changed)
     is_command = config.model["target"] != registry.USER_TARGET and not fix
-    if changed and is_of_optimizer and is_command:
-        workdir = folder or Path(place)
-        command = _branch_command(workdir, source, changed | free, config)
+    run_folder = folder or Path(place)
+    has_config = (run_folder / CONFIG).is_file()
+    if changed and is_of_optimizer and is_command and has_config:
+        command = _branch_command(run_folder, source, changed | free, config)
         faults.append(f"the command that branches, with its data from 0: {command}")
     if faults:
         raise ConfigError(faults)

@@ -71,7 +71,7 @@ def interrupt():
 
 with preemption.own_process(), preemption.StopSignals() as stop:
     os.kill(os.getpid(), int(sys.argv[1]))
-    assert stop.reached(), "the handler of the start was called"
+    assert stop.finish_step(), "the handler of the start was called"
     threading.Thread(target=interrupt, daemon=True).start()
     try:
         time.sleep(60)  # as a save

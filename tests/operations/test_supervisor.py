@@ -817,7 +817,7 @@ BEGUN = """
 def stop(*_): END
 signal.signal(signal.SIGTERM, stop)
 os.makedirs(folder + "/run", exist_ok=True)
-with open(folder + "/run/events.jsonl", "a") as rows: rows.write('{"event": "start", "step": 50}\\n')
+with open(folder + "/run/events.jsonl", "a") as rows: rows.write('{"time": 1.0, "event": "start", "step": 50}\\n')
 open(folder + f"/ready{rank}", "w").close()
 time.sleep(100)
 """

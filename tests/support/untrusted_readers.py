@@ -230,7 +230,7 @@ def _of_run(run: Path) -> dict[str, Reader]:
         "arrays.jsonl": Reader(
             [run / "arrays.jsonl"],
             LINES,
-            lambda f: (report(f), metrics.read_arrays(run)),
+            lambda f: (report(f), list(metrics.iter_arrays(run))),
         ),
         "skipped.json": Reader([run / SKIPPED_FILE], JSON, skipped),
         "top_ops.json": Reader([run / "profile" / "top_ops.json"], JSON, report),

@@ -229,8 +229,12 @@ def branch_of(changed: list[str]) -> list[str]:
     return shlex.split(last.partition(": ")[2])
 
 
-def test_the_command_that_branches_fits_what_has_changed():
+def test_the_command_that_branches_fits_what_has_changed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     rate = "--config.optimizer.learning_rate=0.5"
+    assert branch_of([rate]) == []  # there is no config to branch from
+    Path("w").mkdir()
+    Path("w/config.json").write_text("{}")
     start = ["jaxdist", "train", "--config", "w/config.json", "--workdir", "w-branch"]
     source = "--config.init.from_run=gs:/a/b@8"
     assert branch_of([rate]) == [
