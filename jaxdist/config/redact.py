@@ -14,10 +14,16 @@ _MARK = re.compile("(:/{1,2})")
 # Schemes whose user is the name of an account or a container. In other schemes, such as
 # https, it may be a token.
 _NAMED_USERS = re.compile(
-    "(abfss?|wasbs?|sftp|ssh|scp|ftps?|smb|hdfs|webhdfs)", re.IGNORECASE
+    "(abfss?|wasbs?|sftp|ssh|scp|ftps?|smb|hdfs|webhdfs|hf)", re.IGNORECASE
 )
 _SCHEME = re.compile(r"[A-Za-z0-9+.-]{1,32}\Z")
-_REST = re.compile(r"[^\s\"'<>`]*")  # what follows the slashes of a URL
+# What follows the slashes of a URL: in a sentence, and in a text that is one URL, with
+# or without a flag. A password may have marks that end a URL in a sentence.
+_REST = re.compile(r"(?:[^\s/@\"<>`]*@)?[^\s\"'<>`]*")
+_WHOLE_REST = re.compile(r"\S*")
+_WHOLE = re.compile(r"(--[\w.-]+=)?[A-Za-z0-9+.-]{1,32}:/{1,2}\S*")
+# a user whose password has marks that begin a query or a fragment
+_ODD_USER = re.compile(r"[^/?#@:]*:(?!\d+[?#])[^/@]*?[?#][^/@]*@")
 _VALUE = re.compile(r"=[^&;]*")
 _STEP = re.compile("[0-9]{1,18}")  # of FOLDER@STEP
 _PUNCTUATION = ".,:;!)]}"
@@ -41,11 +47,12 @@ def without_secrets(text: str, url: str = "") -> str:
     for secret in _secrets(url):
         text = text.replace(secret, HIDDEN)
     if ":/" in text:
+        is_whole = _WHOLE.fullmatch(text) is not None
         pieces = _MARK.split(text)
         shown = pieces[:1]
         for number in range(1, len(pieces), 2):
             scheme = _SCHEME.search(pieces[number - 1][-32:])
-            rest = _hide(pieces[number + 1], scheme[0] if scheme else "")
+            rest = _hide(pieces[number + 1], scheme[0] if scheme else "", is_whole)
             shown += [pieces[number], rest]
         text = "".join(shown)
     if "=" in text:
@@ -69,9 +76,15 @@ def is_redacted(url: str) -> bool:
     return HIDDEN in url and without_secrets(url) == url
 
 
-def _hide(text: str, scheme: str) -> str:
-    """Hides the secrets of a URL's rest, which a text begins with."""
-    found = _REST.match(text)
+def _hide(text: str, scheme: str, is_whole: bool) -> str:
+    """Hides the secrets of a URL's rest.
+
+    Args:
+      text: the text that begins with the rest.
+      scheme: the URL's scheme.
+      is_whole: whether the whole text is the rest.
+    """
+    found = (_WHOLE_REST if is_whole else _REST).match(text)
     assert found is not None  # the pattern matches an empty text, too
     rest = found[0].rstrip(_PUNCTUATION)
     after = text[len(rest) :]
@@ -90,9 +103,11 @@ def _hide(text: str, scheme: str) -> str:
 
 def _cut(rest: str) -> tuple[str, str, str]:
     """Cuts a URL's rest into its place, query and fragment."""
-    rest, _, fragment = rest.partition("#")
-    place, _, query = rest.partition("?")
-    return place, query, fragment
+    odd_user = _ODD_USER.match(rest)
+    start = odd_user.end() if odd_user else 0
+    place, _, fragment = rest[start:].partition("#")
+    place, _, query = place.partition("?")
+    return rest[:start] + place, query, fragment
 
 
 def _cut_user(place: str) -> tuple[str, str]:
@@ -102,7 +117,9 @@ def _cut_user(place: str) -> tuple[str, str]:
     """
     authority = place.partition("/")[0]
     if "@" in authority:
-        user = authority.rpartition("@")[0]
+        user, _, host = authority.rpartition("@")
+        if ":" not in user and _STEP.fullmatch(host):
+            return "", place  # BUCKET@STEP
         return user, place[len(user) + 1 :]
     user, at, host = place.rpartition("@")
     has_port = authority.rpartition(":")[2].isdecimal()

@@ -202,13 +202,11 @@ def _serve(renderer: Renderer) -> None:
         for line in lines:
             messages, views, options = json.loads(line)
             max_characters = MAX_ADDED + MAX_GROWTH * len(line)
-            results = {}
-            for end, prompts in dict.fromkeys(map(tuple, views)):
+            # Each view has a line of its own: all views of a long chat would need much
+            # memory at once.
+            for end, prompts in views:
                 variables = {"add_generation_prompt": prompts, **options}
-                results[end, prompts] = renderer.render(
-                    messages[:end], variables, max_characters
-                )
-            _answer([results[tuple(view)] for view in views])
+                _answer(renderer.render(messages[:end], variables, max_characters))
 
 
 def main() -> None:

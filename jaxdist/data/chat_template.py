@@ -5,6 +5,7 @@ chats, and ends with its template or with this process, whichever is first.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -142,12 +143,12 @@ class ChatTemplate:
         Raises:
           ConfigError: the next chat exceeds a limit, or is no JSON.
         """
-        batch: list[bytes] = []
+        batch: list[tuple[Chat, bytes]] = []
         size = 0
         work = 0
         for chat in chats:
             line = _chat_line(chat)
-            batch.append(line)
+            batch.append((chat, line))
             size += len(line)
             work += len(line) * len(chat.views)
             if size > _BATCH_BYTES:
@@ -159,20 +160,27 @@ class ChatTemplate:
             yield from self._render_batch(batch, work)
 
     def _render_batch(
-        self, batch: Sequence[bytes], work: int
+        self, batch: Sequence[tuple[Chat, bytes]], work: int
     ) -> Iterator[list[Rendered]]:
         """Renders chats.
 
         Args:
-          batch: the line of each chat.
+          batch: the chats, each with its line.
           work: bytes that all their views have together, which take time.
         """
         if not self._process.is_alive():
             self._process = _Process(_line([self.source, self._special]), self.where)
-        header = _line([len(batch), work])
-        lines, fault = self._process.ask(b"".join([header, *batch]), len(batch))
-        for line in lines:
-            yield [_rendered(**result) for result in json.loads(line)]
+        content = _line([len(batch), work]) + b"".join(line for _, line in batch)
+        views = [_distinct(chat.views) for chat, _ in batch]
+        lines, fault = self._process.ask(content, sum(map(len, views)))
+        answers = iter(lines)
+        for (chat, _), distinct in zip(batch, views, strict=True):
+            found = list(itertools.islice(answers, len(distinct)))
+            if len(found) < len(distinct):
+                break
+            results = [_rendered(**json.loads(line)) for line in found]
+            by_view = dict(zip(distinct, results, strict=True))
+            yield [by_view[view] for view in chat.views]
         if fault:
             raise ConfigError(f"{self.where}: {fault}; use another one")
 
@@ -205,11 +213,16 @@ def _line(value: object) -> bytes:
 
 def _chat_line(chat: Chat) -> bytes:
     try:
-        return _line([list(chat.messages), chat.views, dict(chat.options)])
+        views = _distinct(chat.views)
+        return _line([list(chat.messages), views, dict(chat.options)])
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"messages of a chat must be JSON: {one_line(error)}"
         ) from error
+
+
+def _distinct(views: Sequence[View]) -> list[View]:
+    return list(dict.fromkeys(views))
 
 
 def _rendered(

@@ -160,8 +160,9 @@ class _DeclaredOptions:
             setattr(self, name, getattr(config, name))
 
     def __getattr__(self, name: str) -> Any:
+        source = self.__dict__.get("source")  # absent while a copy is made
         raise AttributeError(
-            f"data.{name}: the row of data.source={self.source} in the table of sources "
+            f"data.{name}: the row of data.source={source} in the table of sources "
             "does not declare that it reads this key (Source.reads)"
         )
 

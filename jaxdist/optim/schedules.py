@@ -332,7 +332,7 @@ def describe(
 
 def _describe_rule(config: OptimizerConfig, peak: float) -> str:
     """Describes how a schedule goes on if `train.steps` is raised; see `extend`."""
-    if config.schedule == "wsd":
+    if SCHEDULES[config.schedule].cools_down:
         how = (
             "the run goes back to the step where the decay began, stays at its peak, and "
             "decays at the new end"

@@ -140,16 +140,18 @@ def _choose_length(config: ConfigDict, overrides: Mapping[str, str]) -> list[str
     Returns:
       The fault of a command line that has both; [] for others.
     """
-    lengths = ("train.steps", "train.epochs")
-    named = [key for key in lengths if key in overrides]
-    if len(named) == 2:
-        return [
-            "train.steps and train.epochs both say how long the run is; leave out one"
-        ]
-    if named == ["train.steps"]:
+    lengths = {"train.steps", "train.epochs"}
+    named = lengths & overrides.keys()
+    has_epochs = bool(schema.flatten(config).get("train.epochs"))
+    fault = "train.steps and train.epochs both say how long the run is; leave out one"
+    if named == lengths:
+        return [fault]
+    if named == {"train.steps"}:
         config.update_from_flattened_dict({"train.epochs": 0.0})
-    elif named:
+    elif has_epochs and named:
         config.update_from_flattened_dict({"train.steps": TrainConfig.steps})
+    elif has_epochs and lengths <= assigned.assigned_keys(config):
+        return [fault]
     return []
 
 

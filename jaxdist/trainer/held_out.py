@@ -81,9 +81,13 @@ def with_auto_limit(config: RunConfig) -> RunConfig:
     """Limits the held-out targets of a run with train.eval_every=auto.
 
     Ten evaluations of so many targets take about 2 % of the time of all steps, because a
-    forward pass is a third of a step. A data.validation_tokens that is set stays.
+    forward pass is a third of a step; a run of few steps scores one batch each time. A
+    data.validation_tokens that is set stays. Where evaluations are compared (keep_best,
+    patience), the targets must not depend on train.steps, which may be raised.
     """
     if config.train.eval_every != AUTO or config.data.validation_tokens:
+        return config
+    if config.checkpoint.keep_best or config.train.patience:
         return config
     batches = max(1, config.train.steps // _AUTO_STEPS_PER_BATCH)
     targets = compose.targets_per_sample(config) * config.batch.global_size

@@ -91,15 +91,14 @@ def open_run_data(
     return dataset
 
 
-def settle_epochs(run: Run, requested: RunConfig) -> None:
-    """Replaces train.epochs by the number of steps, for the run and in config.json.
+def settle_epochs(run: Run) -> None:
+    """Replaces train.epochs by the number of steps.
 
     It opens the data to count it. The run opens them again: callbacks, the schedule and
     the held-out data depend on the number of steps.
 
     Args:
       run: the run, whose config has train.epochs.
-      requested: the config before it was refitted to the devices.
 
     Raises:
       ConfigError: the data cannot be counted, or the steps are too many.
@@ -120,12 +119,31 @@ def settle_epochs(run: Run, requested: RunConfig) -> None:
             f"train.epochs={epochs:g}: these are {steps} steps, required less than 2**31 "
             f"= {2**31}; lower it"
         )
-    length = {"train.steps": steps, "train.epochs": 0.0}
-    config = compose.with_overrides(run.config, length)
+    config = _with_steps(run.config, steps)
     run.composition = dataclasses.replace(run.composition, config=config)
+
+
+def store_steps(run: Run, requested: RunConfig) -> None:
+    """Writes the number of steps to config.json, in place of train.epochs.
+
+    It follows the restore, which refuses data that have changed: their number of steps
+    must not become the run's.
+
+    Args:
+      run: the run, whose config has the steps.
+      requested: the config before it was refitted to the devices.
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
+    config = _with_steps(requested, run.config.train.steps)
     with coordination.raise_on_all():
         if is_lead():
-            workdir.write_config(run.folder, compose.with_overrides(requested, length))
+            workdir.write_config(run.folder, config)
+
+
+def _with_steps(config: RunConfig, steps: int) -> RunConfig:
+    return compose.with_overrides(config, {"train.steps": steps, "train.epochs": 0.0})
 
 
 def open_workdir(

@@ -65,7 +65,7 @@ class TrainConfig:
     log_every: Annotated[PositiveInt, Resume("harmless"), OutsideStep()] = 10
     # steps between evaluations, with one more at the end; 0 = no evaluation; auto = ten
     # a run, if data is held out, each on at most as many targets as steps / 200 train on
-    # (data.validation_tokens sets another number)
+    # and at least a batch (data.validation_tokens sets another number)
     eval_every: Annotated[NonNegativeInt | Auto, Resume("harmless"), OutsideStep()] = (
         AUTO
     )

@@ -128,7 +128,7 @@ def train(
             all_callbacks.phase("start")
             opening.open_workdir(this_run, requested, all_callbacks, stack)
             if config.train.epochs:
-                opening.settle_epochs(this_run, requested)
+                opening.settle_epochs(this_run)
                 composition = this_run.composition
                 config = this_run.config
             all_callbacks.start(this_run)
@@ -154,6 +154,8 @@ def train(
                 build=inputs.build,
                 initial=inputs.initial,
             )
+            if requested.train.epochs:
+                opening.store_steps(this_run, requested)
             with run_loop.build_display(this_run) as display:
                 if title:
                     display.note(title)

@@ -37,9 +37,13 @@ REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 # Folders and files of a workdir that a run writes in place, or deletes. A file that is
 # replaced as a whole is listed, too: its link would be lost.
-_WRITTEN_FOLDERS = (".beats", "profile", "tensorboard", "trackio", "wandb")
+# Folders in which jaxdist writes at any depth. wandb and trackio have links of their own
+# in theirs, such as wandb's to a log in the user's cache.
+_WRITTEN_FOLDERS = (".beats", "profile", "tensorboard")
 _WRITTEN = (
     *_WRITTEN_FOLDERS,
+    "trackio",
+    "wandb",
     CHECKPOINTS,
     folders.QUARANTINE,
     CONFIG,
@@ -215,8 +219,10 @@ def _links_below(folder: Path) -> Iterator[Path]:
     for place, names, files in os.walk(folder):
         for name in (*names, *files):
             path = Path(place, name)
+            if not path.is_symlink():
+                continue
             target = os.path.realpath(path)
-            if path.is_symlink() and os.path.commonpath([inside, target]) != inside:
+            if os.path.commonpath([inside, target]) != inside:
                 yield path
 
 
@@ -496,6 +502,8 @@ def _branch_command(
         values |= {"init.from_huggingface": "", "lora.from_peft": ""}
     if config.checkpoint.folder:
         values["checkpoint.folder"] = f"{config.checkpoint.folder.rstrip('/')}-branch"
+    if config.checkpoint.copy_to:
+        values["checkpoint.copy_to"] = ""  # the store is the old run's
     words = ["jaxdist", "train", "--config", str(folder / CONFIG)]
     words += ["--workdir", f"{folder}-branch"]
     words += [

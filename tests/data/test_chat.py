@@ -668,3 +668,20 @@ def test_nothing_learned_is_refused(tmp_path):
         "no example has a learned token among its first 33. Raise batch.sequence_length"
         in fault
     )
+
+
+@pytest.mark.slow
+def test_all_views_of_a_long_conversation_are_rendered():
+    """Their texts are 720 MB together; the process may take 1 GiB."""
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    messages = []
+    views = []
+    for turn in range(300):
+        messages.append({"role": "user", "content": "a" * 2000})
+        views.append(chat_template.View(2 * turn + 1, prompts=True))
+        messages.append({"role": "assistant", "content": "b" * 2000})
+        views.append(chat_template.View(2 * turn + 2))
+    template = chat_template.load(source, {}, where="a template")
+    (found,) = template.render_all([chat_template.Chat(messages, views)])
+    assert len(found) == 600
+    assert len(found[-1].text) > 1_200_000

@@ -92,6 +92,8 @@ def test_links_that_stay_inside_and_a_linked_workdir_are_fine(tmp_path):
     (run / "checkpoints" / "latest").symlink_to("5")
     (run / "wandb" / "run-1").mkdir(parents=True)
     (run / "wandb" / "latest-run").symlink_to("run-1")
+    # as wandb links each run to its own log
+    (run / "wandb" / "run-1" / "debug-core.log").symlink_to(tmp_path / "core.log")
     (run / "notes").symlink_to(tmp_path)  # no name that a run writes
     (tmp_path / "run").symlink_to(run)
     workdir.refuse_links(tmp_path / "run", run_of("quickstart"))

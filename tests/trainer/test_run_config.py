@@ -13,6 +13,7 @@ from jaxdist.trainer import (
     cli,
     compose,
     run_config,
+    run_metadata,
     step_lines,
     validation,
     workdir,
@@ -423,3 +424,26 @@ def test_a_stored_target_that_is_no_name_is_refused(tmp_path, target):
     )
     with pytest.raises(ConfigError, match="target"):
         workdir.read_config(tmp_path)
+
+
+def test_epochs_of_zero_leave_the_steps_and_a_file_may_set_one_of_both(tmp_path):
+    assert (
+        parse("--config", "quickstart", "--config.train.epochs=0").train.steps == 1700
+    )
+    file = tmp_path / "both.py"
+    file.write_text(
+        "from jaxdist import default_config\n"
+        "def get_config():\n"
+        "    config = default_config()\n"
+        "    config.train.steps, config.train.epochs = 1000, 2.0\n"
+        "    return config\n"
+    )
+    with pytest.raises(ConfigError, match="both say how long the run is"):
+        parse("--config", str(file))
+    steps = parse("--config", str(file), "--config.train.steps=50").train
+    assert (steps.steps, steps.epochs) == (50, 0)
+
+
+def test_a_checkpoint_without_wall_time_counts_its_training_time():
+    progress = {"step": 3, "tokens_seen": 9, "elapsed_s": 700.0}
+    assert run_metadata.progress_of({"progress": progress}).wall_s == 700.0

@@ -79,6 +79,36 @@ def test_a_run_of_epochs_counts_its_steps_evaluates_and_writes_a_sample(
     assert "if train.steps is raised later, the rate rises again" in said
 
 
+def test_a_refused_start_does_not_store_the_length_of_other_data(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    texts.joinpath("a.txt").write_text("what is read here " * 40)
+    config = config_of(
+        tmp_path, train__epochs=0.1, train__eval_every=0, data__path=str(texts)
+    )
+    run = tmp_path / "run"
+    trainer.train(config, run, devices=jax.devices()[:1])
+    before = (run / "config.json").read_text()
+    steps = json.loads(before)["train"]["steps"]
+    texts.joinpath("b.txt").write_text("what comes on top " * 400)
+    with pytest.raises(ConfigError, match="data has changed|data have changed"):
+        trainer.train(config, run, devices=jax.devices()[:1])
+    stored = json.loads((run / "config.json").read_text())["train"]
+    assert stored["steps"] in (steps, run_config.TrainConfig.steps)
+    texts.joinpath("b.txt").unlink()
+    trainer.train(config, run, devices=jax.devices()[:1])
+    assert (run / "config.json").read_text() == before
+    assert read_rows(run).train[-1]["step"] <= steps
+
+
+def test_evaluations_that_are_compared_do_not_depend_on_the_steps(tmp_path):
+    limited = held_out.with_auto_limit(config_of(tmp_path))
+    assert limited.data.validation_tokens > 0
+    for key, value in (("checkpoint__keep_best", "eval_loss"), ("train__patience", 3)):
+        config = config_of(tmp_path, **{key: value})
+        assert held_out.with_auto_limit(config) == config
+
+
 def test_steps_and_epochs_exclude_each_other(tmp_path):
     config = config_of(tmp_path, train__epochs=2.0, train__steps=7)
     with pytest.raises(
