@@ -676,11 +676,11 @@ def test_all_views_of_a_long_conversation_are_rendered():
     source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     messages = []
     views = []
-    for turn in range(300):
+    for pair in range(300):
         messages.append({"role": "user", "content": "a" * 2000})
-        views.append(chat_template.View(2 * turn + 1, prompts=True))
+        views.append(chat_template.View(2 * pair + 1, prompts=True))
         messages.append({"role": "assistant", "content": "b" * 2000})
-        views.append(chat_template.View(2 * turn + 2))
+        views.append(chat_template.View(2 * pair + 2))
     template = chat_template.load(source, {}, where="a template")
     (found,) = template.render_all([chat_template.Chat(messages, views)])
     assert len(found) == 600
