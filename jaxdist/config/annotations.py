@@ -349,9 +349,7 @@ def _example(annotation: Any, number: int) -> Any:
     """Makes the example with a number, from 0, of a type."""
     args = typing.get_args(annotation)
     kind = typing.get_origin(annotation) or annotation
-    if kind is Annotated:
-        return _example(args[0], number)
-    if kind in _UNIONS:
+    if kind is Annotated or kind in _UNIONS:
         return _example(args[0], number)
     if kind is Literal:
         return args[number % len(args)]
@@ -366,10 +364,6 @@ def _example(annotation: Any, number: int) -> Any:
     return "abcdef"[number % 6]
 
 
-def _is_nested(item: object) -> bool:
-    return isinstance(item, tuple)
-
-
 def flag_text(value: object) -> str:
     """Writes a value so that the command line reads it back, without a shell's quotes."""
     if isinstance(value, str):
@@ -377,7 +371,7 @@ def flag_text(value: object) -> str:
         return value if literal(value) is value else repr(value)
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, tuple) and not any(map(_is_nested, value)):
+    if isinstance(value, tuple) and not any(isinstance(x, tuple) for x in value):
         words = [x if isinstance(x, str) else flag_text(x) for x in value]
         plain = ",".join(words)
         with contextlib.suppress(ValueError):

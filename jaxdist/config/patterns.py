@@ -4,7 +4,8 @@ Patterns come from configs and adapters of strangers. Python's `re` backtracks: 
 take centuries for a pattern of ten characters and a name of forty. This matcher follows
 all ways through a pattern at once, so each node of the pattern sees a place of the name
 once. A pattern means what it means to `re`; it only says whether it is found. What needs
-backtracking is refused: references to groups, atomic groups and possessive repeats.
+backtracking is refused, and so is what no name of a parameter needs: names of groups,
+comments, and escapes of characters by their code.
 
 A set of places in a name is an integer with a bit for each place, 0 to len(name).
 """
@@ -113,14 +114,11 @@ class _Sequence(_Node):
     """Parts, one after another."""
 
     def __init__(self, parts: Sequence[_Node]) -> None:
-        most: int | None = 0
-        for part in parts:
-            most = None if most is None or part.most is None else most + part.most
         super().__init__(
             size=1 + sum(part.size for part in parts),
             steps=1 + sum(part.steps for part in parts),
             least=sum(part.least for part in parts),
-            most=most,
+            most=_most_of(parts, sum),
         )
         self._parts = parts
 
@@ -136,14 +134,11 @@ class _Alternatives(_Node):
     """Parts, one of which matches."""
 
     def __init__(self, parts: Sequence[_Node]) -> None:
-        most: int | None = 0
-        for part in parts:
-            most = None if most is None or part.most is None else max(most, part.most)
         super().__init__(
             size=1 + sum(part.size for part in parts),
             steps=1 + sum(part.steps for part in parts),
             least=min(part.least for part in parts),
-            most=most,
+            most=_most_of(parts, max),
         )
         self._parts = parts
 
@@ -152,6 +147,14 @@ class _Alternatives(_Node):
         for part in self._parts:
             ends |= part.ends(name, starts)
         return ends
+
+
+def _most_of(parts: Sequence[_Node], join: Callable[[list[int]], int]) -> int | None:
+    """Joins the largest numbers of characters of parts; None = any number."""
+    lengths = [part.most for part in parts if part.most is not None]
+    if len(lengths) < len(parts):
+        return None
+    return join(lengths)
 
 
 class _Repeat(_Node):
@@ -301,28 +304,20 @@ def _borders(text: str) -> Places:
     return places | was_word << len(text)
 
 
-def _end(text: str) -> Places:
-    return 1 << len(text)
-
-
 def _last_line(text: str) -> Places:
     """Finds the end of a text, and the place before a line feed there."""
     return 1 << len(text) | text.endswith("\n") << max(len(text) - 1, 0)
 
 
-_CONDITIONS: dict[str, Callable[[str], Places]] = {
-    "A": lambda text: 1,
-    "Z": _end,
-    "b": _borders,
-    "B": lambda text: ~_borders(text),
-}
-_CONTROLS = {"a": "\a", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
-_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _UNSUPPORTED = {
     "(?>": "an atomic group",
+    "(?P<": "a name of a group",
     "(?P=": "a reference to a group",
     "(?(": "a choice by a group",
+    "(?#": "a comment",
 }
+# letters behind a backslash that `re` knows, and this matcher does not
+_UNSUPPORTED_ESCAPES = "ABZNUafnrtuvx"
 
 
 class _Parser:
@@ -332,7 +327,6 @@ class _Parser:
         self._pattern = pattern
         self._place = 0
         self._ignores_case = False
-        self._names: set[str] = set()
 
     def parse(self) -> _Node:
         """Parses the pattern.
@@ -362,13 +356,11 @@ class _Parser:
     def _sequence(self, nesting: int) -> _Node:
         parts: list[_Node] = []
         while self._place < len(self._pattern) and self._next() not in "|)":
-            part = self._atom(nesting)
-            if part is not None:
-                parts.append(self._repeated(part))
+            parts.append(self._repeated(self._atom(nesting)))
         return _Sequence(parts)
 
-    def _atom(self, nesting: int) -> _Node | None:
-        """Parses a part that may be repeated; None for a comment."""
+    def _atom(self, nesting: int) -> _Node:
+        """Parses a part that may be repeated."""
         character = self._next()
         if character == "(":
             return self._group(nesting)
@@ -380,7 +372,7 @@ class _Parser:
         if character == "\\":
             return self._escape()
         if character == "^":
-            return _Where(_CONDITIONS["A"])
+            return _Where(lambda text: 1)
         if character == "$":
             return _Where(_last_line)
         if character == ".":
@@ -396,21 +388,19 @@ class _Parser:
             return {character, character.lower(), character.upper()}
         return {character}
 
-    def _group(self, nesting: int) -> _Node | None:
+    def _group(self, nesting: int) -> _Node:
         for beginning, what in _UNSUPPORTED.items():
             if self._pattern.startswith(beginning, self._place):
                 raise self._unsupported(what)
-        if self._takes("(?#"):
-            end = self._pattern.find(")", self._place)
-            if end < 0:
-                raise self._invalid("missing ), unterminated comment")
-            self._place = end + 1
-            return None
         looks = {"(?=": (True, True), "(?!": (True, False)}
         looks |= {"(?<=": (False, True), "(?<!": (False, False)}
         look = next((value for key, value in looks.items() if self._takes(key)), None)
-        if look is None:
-            self._group_name()
+        if look is None and not self._takes("(?:"):
+            self._takes("(")
+            if self._peek() == "?":
+                raise self._unsupported(
+                    "a flag or extension other than (?i) at its start"
+                )
         body = self._alternatives(nesting + 1)
         if not self._takes(")"):
             raise self._invalid("missing ), unterminated subpattern")
@@ -420,22 +410,6 @@ class _Parser:
         if not is_ahead and body.least != body.most:
             raise self._invalid("look-behind requires fixed-width pattern")
         return _Look(body, is_ahead=is_ahead, is_wanted=is_wanted)
-
-    def _group_name(self) -> None:
-        """Parses the beginning of a group that has no condition."""
-        if self._takes("(?:"):
-            return
-        if self._takes("(?P<"):
-            end = self._pattern.find(">", self._place)
-            name = self._pattern[self._place : max(end, 0)]
-            if not name.isidentifier() or name in self._names:
-                raise self._invalid(f"bad group name {name!r}")
-            self._names.add(name)
-            self._place = end + 1
-            return
-        self._takes("(")
-        if self._place < len(self._pattern) and self._next() == "?":
-            raise self._unsupported("a flag or extension other than (?i) at its start")
 
     def _set(self) -> _Node:
         """Parses a set of characters, [...]."""
@@ -475,10 +449,7 @@ class _Parser:
         if letter in _CLASSES:
             self._place += 1
             return _CLASSES[letter]
-        if letter == "b":
-            self._place += 1
-            return "\b"
-        return self._escaped(in_set=True)
+        return self._escaped()
 
     def _escape(self) -> _Node:
         """Parses what follows a backslash outside of a set."""
@@ -486,41 +457,23 @@ class _Parser:
         if letter in _CLASSES:
             self._place += 1
             return _Character(_CLASSES[letter])
-        if letter in _CONDITIONS:
+        if letter == "b":
             self._place += 1
-            return _Where(_CONDITIONS[letter])
-        return self._literal(self._escaped(in_set=False))
+            return _Where(_borders)
+        return self._literal(self._escaped())
 
-    def _escaped(self, *, in_set: bool) -> str:
-        """Parses the character that follows a backslash."""
+    def _escaped(self) -> str:
+        """Parses a character that a backslash makes plain, such as `.`."""
         letter = self._peek()
         if not letter:
             raise self._invalid("bad escape (end of pattern)")
-        digits = re.match(r"0[0-7]{0,2}|[0-3][0-7]{2}", self._pattern[self._place :])
-        if in_set and not digits:
-            digits = re.match(r"[0-7]{1,3}", self._pattern[self._place :])
-        if digits:
-            self._place += digits.end()
-            code = int(digits[0], 8)
-            if code > 0o377:
-                raise self._invalid(f"octal escape value \\{digits[0]} is too large")
-            return chr(code)
-        self._place += 1
-        if letter in _HEX_DIGITS:
-            count = _HEX_DIGITS[letter]
-            number = self._pattern[self._place : self._place + count]
-            self._place += count
-            if not re.fullmatch(f"[0-9a-fA-F]{{{count}}}", number):
-                raise self._invalid(f"incomplete escape \\{letter}{number}")
-            if int(number, 16) > 0x10FFFF:
-                raise self._invalid(f"bad escape \\{letter}{number}")
-            return chr(int(number, 16))
-        if letter in _CONTROLS:
-            return _CONTROLS[letter]
-        if letter in "123456789" and not in_set:
-            raise self._unsupported("a reference to a group")
-        if letter in "123456789" or (letter.isascii() and letter.isalpha()):
+        if letter in "0123456789":
+            raise self._unsupported("a reference to a group, or a character's code")
+        if letter in _UNSUPPORTED_ESCAPES or letter == "b":
+            raise self._unsupported(f"the escape \\{letter}")
+        if letter.isascii() and letter.isalpha():
             raise self._invalid(f"bad escape \\{letter}")
+        self._place += 1
         return letter
 
     def _repeated(self, part: _Node) -> _Node:

@@ -7,9 +7,8 @@ by this file's path: nothing but the standard library and jinja2 is imported.
 
 The process reads lines of JSON: first [source, special tokens], then batches. A batch is a
 line [number of chats, bytes to render], and a line for each chat: [messages, views,
-options]. The answer to a chat is a line with the result of each of its views. A process
-that exceeds a limit ends. It also ends at the end of its input, so it does not outlive
-its parent.
+options]. The answer has a line for each view of each chat. A process that exceeds a
+limit ends. It also ends at the end of its input, so it does not outlive its parent.
 """
 
 import datetime
@@ -36,20 +35,24 @@ MAX_ADDED = 100_000
 MAX_GROWTH = 20
 _MAX_REASON = 1000  # characters of a refusal
 
+# exit codes of the process
+_MEMORY = 3
+_LENGTH = 4
+_DEPTH = 5
+
 # exit code of the process: the limit that was exceeded
 LIMITS = {
-    3: f"it needs more than {MAX_BYTES >> 20} MiB of memory",
-    4: (
+    _MEMORY: f"it needs more than {MAX_BYTES >> 20} MiB of memory",
+    _LENGTH: (
         f"it makes more than {MAX_ADDED:,} characters, and {MAX_GROWTH} times as many "
         "as the conversation has"
     ),
-    5: "it nests or calls itself without end",
+    _DEPTH: "it nests or calls itself without end",
     -signal.SIGPROF: (
         f"it takes more than {SECONDS} s, and a second for {BYTES_PER_S:,} bytes: a loop "
         "almost without end"
     ),
 }
-_MEMORY, _LENGTH, _DEPTH, _ = LIMITS
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

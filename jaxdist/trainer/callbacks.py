@@ -205,9 +205,9 @@ class Callback:
     # the same calls at the same steps.
     lead_only = False
     # Interval of `on_step`. With 0, it follows each step while the devices compute the
-    # next one, and must not wait for them (`every(0, ...)` makes no calls instead). With
-    # n, it follows each n-th step, when all
-    # steps so far are recorded. It also follows the last step, in an additional call.
+    # next one, and must not wait for them (`every(0, ...)` makes no calls instead).
+    # With n, it follows each n-th step, when all steps so far are recorded. It also
+    # follows the last step, in an additional call.
     steps = 0
     # Whether `on_step` of a callback with `steps` = 0 may request a save or the end.
     # All processes then exchange votes at each row of metrics. It is True by default

@@ -104,7 +104,7 @@ def parse(
     if flags.config is None:
         flags.config = _config_in(folder, flags, faults)
     # Commands without --dry-run, such as plan, use a folder only if --workdir names it.
-    if folder or hasattr(flags, "dry_run"):
+    if folder or _trains(flags):
         run_format.check_folder(workdir_of(flags))
     config, fields = _load_for_model(flags, overrides)
     set_keys = _set_keys(flags, overrides, config)
@@ -129,7 +129,7 @@ def parse(
     if _trains(flags):
         fine_tuning.check(run, set_keys, trained_with)
     _check_loggers(flags, run, chosen=loggers.KEY in overrides)
-    if hasattr(flags, "dry_run"):  # the command trains
+    if _trains(flags):
         workdir.refuse_links(workdir_of(flags), run)
     return flags, run
 

@@ -336,7 +336,7 @@ class Trainer:
         self._chosen_look = 0
 
     def _look_at_clock(self, view: StepView) -> None:
-        """Ends the run if train.max_minutes are over, or chooses the next look.
+        """Ends the run at train.max_minutes, or chooses the next look.
 
         The clock of the first process decides, and its vote tells the others. Steps are
         started ahead of the devices, so it waits for this one.

@@ -55,8 +55,7 @@ def progress_of(metadata: Mapping[str, Any]) -> Progress:
     for name, value in stored.items():
         if type(value) not in kinds.get(name, ()) or not 0 <= value < math.inf:
             raise Malformed(f"{PROGRESS}.{name:.40} is {value!r:.40}")
-    # A checkpoint without `wall_s` is of a run that counted its training time alone.
-    return Progress(**{"wall_s": stored.get("elapsed_s", 0.0), **stored})
+    return Progress(**stored)
 
 
 def schedule_of(metadata: Mapping[str, Any]) -> ScheduleSteps:

@@ -51,7 +51,7 @@ class TimeLimit:
         left_s = self.left_s()
         if left_s is None or left_s > 0:
             return ""
-        return f"train.max_minutes={self.minutes:g} are over"
+        return f"the time limit is reached (train.max_minutes={self.minutes:g})"
 
     def steps_to_next_look(self, step: int) -> int:
         """Chooses the number of steps after which to look at the clock again.

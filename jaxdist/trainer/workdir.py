@@ -35,11 +35,11 @@ LOCK = ".lock"
 SAMPLE = "sample.txt"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
-# Folders and files of a workdir that a run writes in place, or deletes. A file that is
-# replaced as a whole is listed, too: its link would be lost.
 # Folders in which jaxdist writes at any depth. wandb and trackio have links of their own
 # in theirs, such as wandb's to a log in the user's cache.
 _WRITTEN_FOLDERS = (".beats", "profile", "tensorboard")
+# Folders and files of a workdir that a run writes in place, or deletes. A file that is
+# replaced as a whole is listed, too: its link would be lost.
 _WRITTEN = (
     *_WRITTEN_FOLDERS,
     "trackio",

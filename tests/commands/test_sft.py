@@ -18,17 +18,13 @@ from jaxdist.telemetry.metrics import read_rows
 from support.chats import HEADERS, rows, turn, write_rows, write_tokenizer
 from support.huggingface import SMOLLM, run_convert
 from support.paths import CONFIGS, DOCS
+from support.runs import SMALL_MODEL
 from support.weight_sources import parsed
 
 pytest.importorskip("jinja2", reason="extra `chat` is not installed")
 
 TINY = {
-    "model.num_layers": 1,
-    "model.d_model": 16,
-    "model.d_ff": 16,
-    "model.num_heads": 2,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 8,
+    **SMALL_MODEL,
     "data.source": "text",
     "data.path": "text.txt",
     "data.validation_share": 0,

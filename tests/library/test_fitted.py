@@ -215,7 +215,7 @@ def test_a_hook_or_the_clock_that_ends_a_run_is_named(tmp_path, capsys):
     assert run.step < 5
     assert (
         run.stopped
-        == f"stopped after step {run.step} of 5: train.max_minutes=1e-09 are over"
+        == f"stopped after step {run.step} of 5: the time limit is reached (train.max_minutes=1e-09)"
     )
     assert run.stopped in capsys.readouterr().out
     assert repr(run).startswith(f"Fitted(stopped after step {run.step}")

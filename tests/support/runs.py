@@ -23,6 +23,15 @@ from jaxdist.trainer import exit_code, run_config
 from jaxdist.trainer.run_config import RunConfig
 from support.paths import CONFIGS
 
+# the smallest decoder, for runs that must only run
+SMALL_MODEL = {
+    "model.num_layers": 1,
+    "model.d_model": 16,
+    "model.d_ff": 16,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 8,
+}
 TINY = {
     "train.steps": 60,
     "train.max_minutes": 0,

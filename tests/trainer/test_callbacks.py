@@ -30,15 +30,11 @@ from jaxdist.trainer.callbacks import (
 )
 from jaxdist.trainer.health import Diverged
 from jaxdist.trainer.step_log import STEPS_IN_FLIGHT
+from support.runs import SMALL_MODEL
 
 STEPS = 4
 SMALL = {
-    "model.num_layers": 1,
-    "model.d_model": 16,
-    "model.d_ff": 16,
-    "model.num_heads": 2,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 8,
+    **SMALL_MODEL,
     "train.steps": STEPS,
     "train.log_every": 1,
     "train.eval_every": 0,

@@ -29,6 +29,7 @@ from jaxdist.telemetry.metrics import read_events, read_rows
 from jaxdist.trainer import restore, run_config, run_metadata, start, trainer
 from jaxdist.trainer.health import Diverged, Monitor, SkippingDataset
 from jaxdist.trainer.loop import TrainingStopped
+from support.runs import SMALL_MODEL
 
 SIZE = 4  # sequences per step
 BAD = range(10 * SIZE, 14 * SIZE)  # samples of steps 11 to 14, which break the loss
@@ -49,12 +50,7 @@ class Touchy(Transformer):
 def config_of(**changes) -> run_config.RunConfig:
     config = run_config.default_config(f"{__name__}:Touchy")
     small = {
-        "model.num_layers": 1,
-        "model.d_model": 16,
-        "model.d_ff": 16,
-        "model.num_heads": 2,
-        "model.num_kv_heads": 2,
-        "model.head_dim": 8,
+        **SMALL_MODEL,
         "train.steps": STEPS,
         "train.log_every": 1,
         "train.eval_every": 0,

@@ -242,7 +242,7 @@ def test_the_time_limit_counts_all_since_the_data_is_open_over_resumes(
     }
     # 30 s of compilation, and 50 s for ten steps with an evaluation and a save
     first = train(tmp_path / "run", clock, train__max_minutes=4, **changes)
-    assert first.reason == "train.max_minutes=4 are over"
+    assert first.reason == "the time limit is reached (train.max_minutes=4)"
     assert int(first.state.step) == 45
     # the limit, the last evaluation and save
     assert clock.now == 240 + 30

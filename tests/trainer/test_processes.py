@@ -60,9 +60,9 @@ def test_all_processes_stop_at_the_same_step_when_the_time_is_over(tmp_path):
     changes = {**LAYOUT, "train__steps": 10**6, "train__max_minutes": 0.2}
     changes["checkpoint__every_steps"] = 0
     said = train_together(tmp_path, 2, 2, **changes)
-    assert "train.max_minutes=0.2 are over" in said[0]
+    assert "the time limit is reached (train.max_minutes=0.2)" in said[0]
     (stop,) = [e for e in read_events(tmp_path) if e["event"] == "stop"]
-    assert stop["reason"] == "train.max_minutes=0.2 are over"
+    assert stop["reason"] == "the time limit is reached (train.max_minutes=0.2)"
     assert list_steps(tmp_path / "checkpoints")[-1] == stop["step"]
 
 

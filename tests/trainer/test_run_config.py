@@ -13,7 +13,6 @@ from jaxdist.trainer import (
     cli,
     compose,
     run_config,
-    run_metadata,
     step_lines,
     validation,
     workdir,
@@ -442,8 +441,3 @@ def test_epochs_of_zero_leave_the_steps_and_a_file_may_set_one_of_both(tmp_path)
         parse("--config", str(file))
     steps = parse("--config", str(file), "--config.train.steps=50").train
     assert (steps.steps, steps.epochs) == (50, 0)
-
-
-def test_a_checkpoint_without_wall_time_counts_its_training_time():
-    progress = {"step": 3, "tokens_seen": 9, "elapsed_s": 700.0}
-    assert run_metadata.progress_of({"progress": progress}).wall_s == 700.0

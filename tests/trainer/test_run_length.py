@@ -14,14 +14,10 @@ from jaxdist.inference import sample
 from jaxdist.telemetry.metrics import read_rows
 from jaxdist.trainer import compose, held_out, run_config, trainer, validation
 from jaxdist.trainer.callbacks import Callback, Run, RunEnd
+from support.runs import SMALL_MODEL
 
 SMALL = {
-    "model.num_layers": 1,
-    "model.d_model": 16,
-    "model.d_ff": 16,
-    "model.num_heads": 2,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 8,
+    **SMALL_MODEL,
     "batch.global_size": 4,
     "batch.sequence_length": 16,
     "checkpoint.every_steps": 0,
