@@ -430,6 +430,9 @@ def from_huggingface(run: RunConfig, flags: argparse.Namespace) -> Item:
             "batch.global_size": run.batch.global_size,
             "batch.sequence_length": run.batch.sequence_length,
             "precision.compute": run.precision.compute,
+            # the recipe of the config `finetune`: other rates are refused
+            "optimizer.name": "adamw",
+            "optimizer.learning_rate": 2e-5,
             "train.steps": 2,
             "train.log_every": 1,
             "train.eval_every": 0,

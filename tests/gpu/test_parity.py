@@ -75,17 +75,35 @@ def one_step(
     )
 
 
-def farthest(ours, wanted) -> float:
-    """Returns max over leaves of |difference|_2 / |reference|_2: Adam makes steps of
-    noise.
+def adam_step(result: Result, gradient: np.ndarray) -> np.ndarray:
+    """Computes in float64 the first Adam step of a gradient, without decay."""
+    clip = min(1.0, OPTIMIZER.clip_norm / float(result.metrics["grad_norm"]))
+    clipped = clip * np.float64(gradient)
+    return OPTIMIZER.learning_rate * clipped / (np.abs(clipped) + OPTIMIZER.eps)
+
+
+def assert_updated_alike(ours: Result, wanted: Result) -> None:
+    """Checks that parameters differ by no more than their gradients explain.
+
+    Adam's first step is about the sign of a gradient. So where the gradient is about
+    zero, the rounding of its sum moves a parameter by up to twice the learning rate.
     """
-    pairs = zip(
-        *(map(np.float64, jax.tree.leaves(tree)) for tree in (ours, wanted)),
-        strict=True,
-    )
-    return max(
-        float(np.linalg.norm(a - b) / (np.linalg.norm(b) or 1)) for a, b in pairs
-    )
+    columns = [
+        jax.tree.leaves(tree)
+        for tree in (
+            ours.gradients,
+            wanted.gradients,
+            ours.state.trainable,
+            wanted.state.trainable,
+        )
+    ]
+    for our_gradient, gradient, our_value, value in zip(*columns, strict=True):
+        explained = np.abs(adam_step(ours, our_gradient) - adam_step(wanted, gradient))
+        rounding = 1e-6 * (np.abs(value) + OPTIMIZER.learning_rate)
+        difference = np.abs(np.float64(our_value) - value)
+        assert (difference <= explained + rounding).all()
+        # most steps are the same: a wrong gradient explains nothing
+        assert np.mean(explained > rounding) < 0.01
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
@@ -101,17 +119,21 @@ def test_float32(model, packed):
     assert ours.metrics["loss"] == pytest.approx(wanted.metrics["loss"], rel=1e-6)
     assert ours.metrics["tokens"] == wanted.metrics["tokens"] > 0
     assert worst(ours.gradients, wanted.gradients) < 1e-5
-    assert farthest(ours.state.trainable, wanted.state.trainable) < 1e-6
+    assert_updated_alike(ours, wanted)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
 @pytest.mark.parametrize("name", ["llama", "qwen"])
-def test_bfloat16(name, packed):
+def test_bfloat16_rounds_no_more_than_on_a_cpu(name, packed):
     """Here a GPU's attention is cuDNN's: rows, windows and documents."""
+    model, cpu = MODELS[name], cpus(1)[0]
     config = StepConfig(compute="bfloat16", remat="dots")
-    ours, wanted = (
-        one_step(device, MODELS[name], config, packed)
-        for device in (accelerator(), cpus(1)[0])
-    )
-    assert ours.metrics["loss"] == pytest.approx(wanted.metrics["loss"], rel=1e-3)
-    assert worst(ours.gradients, wanted.gradients) < 2e-2
+    ours = one_step(accelerator(), model, config, packed)
+    on_cpu = one_step(cpu, model, config, packed)
+    with jax.default_matmul_precision("highest"):
+        exact = one_step(cpu, model, StepConfig(remat="dots"), packed)
+    assert ours.metrics["loss"] == pytest.approx(on_cpu.metrics["loss"], rel=1e-3)
+    # bfloat16 alone costs 2 to 3 % of a leaf's largest gradient, on any device
+    usual = worst(on_cpu.gradients, exact.gradients)
+    assert 0.005 < usual < 0.04
+    assert worst(ours.gradients, exact.gradients) < 1.5 * usual

@@ -48,7 +48,8 @@ def environment() -> dict[str, str]:
     flags = [
         flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag
     ]
-    platform = "cuda" if IS_GPU else "cpu"
+    # a call from the device to the host places its arrays on a CPU device
+    platform = "cuda,cpu" if IS_GPU else "cpu"
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_PLATFORMS": platform}
     return (
         os.environ | shared | HIGHEST | {"XLA_FLAGS": " ".join([*flags, DETERMINISTIC])}
