@@ -157,7 +157,7 @@ class Dataset:
         return self.num_train_samples
 
     def reader_state(self, step: int) -> Any:
-        """Returns the JSON state from which a reader continues at `step`.
+        """Gives the JSON state from which a reader continues at `step`.
 
         Only iterators have one. Here it is None: the step alone determines the batch.
         """

@@ -50,7 +50,7 @@ class PeerFailed(RuntimeError):
 
 
 def kv_client() -> Any:
-    """Returns the client of the coordination service; None for a lone process.
+    """Finds the client of the coordination service; None for a lone process.
 
     The client needs no device.
     """

@@ -100,7 +100,7 @@ def depends_on_train_steps(config: OptimizerConfig) -> bool:
 
 
 def rate_of_one(step: ArrayLike) -> jax.Array:
-    """Returns the learning rate 1, for optimizers whose rate is applied elsewhere."""
+    """Is a schedule of 1, for optimizers whose learning rate is applied elsewhere."""
     rate: jax.Array = jnp.float32(1)
     return rate
 

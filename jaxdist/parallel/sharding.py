@@ -49,7 +49,7 @@ class Rules:
     shards: tuple[str, ...] = PARAMETER_SHARDS  # axes that split stored parameters
 
     def inside(self, axes: Sequence[str]) -> Rules:
-        """Returns the rules inside a region that is manual over mesh axes.
+        """Adapts the rules to a region that is manual over mesh axes.
 
         Every array is a device's part there, so these axes have size 1.
         """

@@ -27,7 +27,7 @@ class State(NamedTuple):
 
     @property
     def model_arrays(self) -> tuple[Tree, Tree, Tree]:
-        """Returns the arguments of `ModelSpec.assemble` for an evaluation.
+        """The arguments of `ModelSpec.assemble` for an evaluation.
 
         If the run has a moving average, it replaces the weights.
         """

@@ -81,7 +81,7 @@ class Trainer:
 
     @property
     def dataset(self) -> SkippingDataset:
-        """Returns the run's dataset. A rollback replaces it."""
+        """The run's dataset. A rollback replaces it."""
         assert self.run.dataset is not None
         return self.run.dataset
 

@@ -195,22 +195,22 @@ class RunConfig:
 
     @property
     def model_class(self) -> type:
-        """Returns the class that `model.target` names."""
+        """The class that `model.target` names."""
         return registry.find_model(self.model["target"])
 
     @property
     def model_options(self) -> dict[str, Any]:
-        """Returns the options of the model, without `target`."""
+        """The options of the model, without `target`."""
         return {name: value for name, value in self.model.items() if name != "target"}
 
     @property
     def model_config(self) -> Any:
-        """Returns the options as the model's Config; None if the model has none."""
+        """The options as the model's Config; None if the model has none."""
         return registry.model_config(self.model_class, self.model_options)
 
     @property
     def vocab_size(self) -> int | None:
-        """Returns the vocabulary's size; None if the model has no such option."""
+        """The vocabulary's size; None if the model has no such option."""
         return self.model.get("vocab_size")
 
 

@@ -41,7 +41,7 @@ class SourceRun:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """Returns the run's config from a checkpoint, not validated.
+        """The run's config from a checkpoint, not validated.
 
         Raises:
           ConfigError: the step does not exist, or the run has no checkpoint.
@@ -51,7 +51,7 @@ class SourceRun:
 
     @property
     def trained_with(self) -> dict[str, Any]:
-        """Returns the config by key; {} if the run has converted weights, not trained.
+        """The config by key; {} if the run has converted weights, not trained.
 
         Raises:
           ConfigError: see `config`.
@@ -103,7 +103,7 @@ class SourceRun:
 
     @property
     def small_files(self) -> Path | None:
-        """Returns the folder of Hugging Face files that the run keeps; None: none."""
+        """The folder of Hugging Face files that the run keeps; None: none."""
         if self.workdir is None:
             return None
         kept = self.workdir / tokenizer_config.HUGGINGFACE
