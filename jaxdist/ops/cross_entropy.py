@@ -616,7 +616,8 @@ def _parts_of_vocabulary(vocabulary: int, parts: int) -> int:
 def _sums(options: LossOptions) -> tuple[int, ...]:
     """Finds the leading dims of the head's gradient; () if there is one sum of it.
 
-    Several sums are kept apart: the dim is their number."""
+    Several sums are kept apart: the dim is their number.
+    """
     return (options.group[0] // options.parts,) if options.parts > 1 else options.group
 
 
