@@ -15,14 +15,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxdist.config import (
-    ConfigError,
-    Parser,
-    assigned,
-    files,
-    schema,
-    suggest,
-)
+from jaxdist.config import ConfigError, assigned, files, schema, suggest
+from jaxdist.config.command_line import Parser
 from jaxdist.config.redact import without_secrets
 from jaxdist.distributed import initialize
 from jaxdist.models import registry
