@@ -25,7 +25,7 @@ from jaxdist.ops.dense_matmul import sum_in_shards, waits_for_sums
 from jaxdist.parallel import execution, sharding
 from jaxdist.parallel.context import AXIS
 from jaxdist.parallel.sharding import Rules
-from jaxdist.protocols.param_names import Names
+from jaxdist.protocols.dim_names import Names
 
 Carry = TypeVar("Carry")  # of a loop over chunks
 

@@ -2,7 +2,7 @@
 
 The mesh, elastic restarts, the planner and verification read it. A new axis is a row
 here, a field of `MeshConfig` and a field of `DcnConfig`. Rules of `sharding` or
-`param_names` say what it splits in a model. This file imports no jax, because `launch`
+`dim_names` say what it splits in a model. This file imports no jax, because `launch`
 reads it, too.
 """
 

@@ -21,7 +21,7 @@ from jaxdist.hardware.chips import chip_for, platform_of
 from jaxdist.parallel.formats.format import Recipe
 from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
 from jaxdist.parallel.sharding import Rules, as_entry, axes_in
-from jaxdist.protocols.param_names import FSDP_NAME, Names
+from jaxdist.protocols.dim_names import FSDP_NAME, Names
 
 ONE_DEVICE = Rules(resolve_mesh(MeshConfig(), 1))
 

@@ -25,7 +25,7 @@ from jaxdist.config import ConfigError, suggest
 from jaxdist.parallel.axes import BATCH_AXES, PARAMETER_SHARDS, SEQUENCE_AXES, STEP_AXES
 from jaxdist.parallel.context import AttentionForm
 from jaxdist.parallel.mesh import MeshConfig, MeshShape
-from jaxdist.protocols.param_names import (
+from jaxdist.protocols.dim_names import (
     DIM_NAMES,
     FSDP_NAME,
     PARAMETER_AXES,

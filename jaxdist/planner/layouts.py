@@ -29,8 +29,8 @@ from jaxdist.parallel.mesh import DcnConfig, MeshConfig, MeshShape
 from jaxdist.planner import memory
 from jaxdist.planner.arithmetic import CONTEXT, EXPERT, Estimate, Model
 from jaxdist.planner.targets import Target, validate_for
+from jaxdist.protocols.dim_names import EXPERTS, has_experts
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.protocols.param_names import EXPERTS, has_experts
 from jaxdist.trainer import compose
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import RunConfig

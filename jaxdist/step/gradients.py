@@ -14,9 +14,9 @@ from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.pipeline.stage import Pipeline
 from jaxdist.parallel.pipeline.stage_params import StageParams
 from jaxdist.parallel.remat import RematConfig, recompute
+from jaxdist.protocols.dim_names import STACKED, Names
 from jaxdist.protocols.model import Batch, Loss
 from jaxdist.protocols.model_spec import ModelSpec, Tree
-from jaxdist.protocols.param_names import STACKED, Names
 from jaxdist.step import loss_scale, reduction
 from jaxdist.step.batch_parts import split_batch
 from jaxdist.step.state import State
