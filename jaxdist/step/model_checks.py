@@ -17,7 +17,7 @@ from jaxdist.protocols.model import (
     has_metrics,
 )
 from jaxdist.protocols.model_spec import ModelSpec, Tree
-from jaxdist.step.prepare import abstract_batch
+from jaxdist.step.objective_fields import abstract_batch
 
 METRICS = "metrics(self, batch) -> {name: sum, or (sum, count)}; rename it if it is for something else"
 

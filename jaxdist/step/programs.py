@@ -29,7 +29,8 @@ from jaxdist.step.gradients import (
     sum_gradients,
 )
 from jaxdist.step.loss_scale import factor
-from jaxdist.step.prepare import abstract_batch, aux_over_targets, build_prepare
+from jaxdist.step.objective_fields import abstract_batch, aux_over_targets
+from jaxdist.step.prepare import build_prepare
 from jaxdist.step.state import Metrics, State
 from jaxdist.step.step_config import STEPS, StepConfig, key_of
 from jaxdist.step.update import UpdateRule, apply_stats

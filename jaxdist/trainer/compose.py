@@ -15,7 +15,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxdist.data import sample_shapes
+from jaxdist.data.config import sample_shapes
 from jaxdist.models import lora, registry
 from jaxdist.optim import schedules
 from jaxdist.parallel.mesh import MeshShape, build_mesh

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxdist.config.groups.health import HealthConfig
-from jaxdist.data import Dataset
+from jaxdist.data.dataset import Dataset
 from jaxdist.data.packing import Batch
 
 # file of a workdir with the windows of batches that the run skips, each [first, end)

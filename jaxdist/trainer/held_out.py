@@ -6,8 +6,8 @@ from typing import NamedTuple
 from jax.sharding import Sharding
 
 from jaxdist.config import ConfigError
-from jaxdist.data import Dataset
 from jaxdist.data.config import parts_of
+from jaxdist.data.dataset import Dataset
 from jaxdist.protocols.model import Batch
 from jaxdist.step.evaluation import Evaluation, evaluate
 from jaxdist.step.state import State

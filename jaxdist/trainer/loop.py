@@ -18,7 +18,7 @@ from jaxdist.distributed import coordination
 from jaxdist.step.state import Metrics, State
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import Display
-from jaxdist.trainer import batching, opening, restore, run_metadata
+from jaxdist.trainer import batching, restore, run_metadata
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd, StepView
 from jaxdist.trainer.health import Diverged, SkippingDataset, describe_window
 from jaxdist.trainer.held_out import evaluation_interval, score_held_out
@@ -268,7 +268,7 @@ class Trainer:
             with self._paused(view, bucket=""):
                 self._evaluate(view)
         looks_at_clock = train.max_minutes > 0 and number >= self._next_look
-        if looks_at_clock and opening.is_lead():
+        if looks_at_clock and coordination.is_lead():
             self._look_at_clock(view)
         votes_at_row = self.callbacks.may_request and number % train.log_every == 0
         if due or evaluates or looks_at_clock or votes_at_row:

@@ -16,7 +16,7 @@ from jaxdist.checkpoint.folders import CheckpointError, StepInfo
 from jaxdist.checkpoint.manager import CheckpointManager, MakeAbstract, Restored
 from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError
-from jaxdist.data import Dataset
+from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import coordination
 from jaxdist.optim import schedules
 from jaxdist.optim.schedule_table import SCHEDULES

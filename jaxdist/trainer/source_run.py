@@ -18,9 +18,9 @@ from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.config import ConfigError, schema
 from jaxdist.config.extras import MissingExtra
-from jaxdist.data import load_tokenizer, tokenizer_config
+from jaxdist.data import tokenizer_config
 from jaxdist.data.sources import table
-from jaxdist.data.tokenizer import TOKENIZER_FILE
+from jaxdist.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from jaxdist.models import registry
 from jaxdist.models.model_values import for_logits
 from jaxdist.storage import run_format

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxdist.checkpoint import manager
-from jaxdist.data import Dataset
+from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import consistency, coordination, initialize
 from jaxdist.step.state import State
 from jaxdist.telemetry import clock

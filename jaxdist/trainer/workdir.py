@@ -15,7 +15,7 @@ from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.folders import CheckpointError, as_path, has_steps
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, annotations, is_text, redact, schema
-from jaxdist.data import Dataset
+from jaxdist.data.dataset import Dataset
 from jaxdist.models import registry
 from jaxdist.storage import atomic, lock, run_format, untrusted
 from jaxdist.storage.paths import is_local
