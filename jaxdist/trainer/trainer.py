@@ -145,14 +145,20 @@ def train(
             )
             reporting.describe(this_run, built, dataset, schedule)
             this_run.built = built
+
+            def first_state() -> State:
+                if sources:
+                    all_callbacks.phase("restore", 0)
+                return initial_weights.init_from_sources(
+                    config, built, folder, sources, inputs.build, inputs.initial
+                )
+
             start = init_or_restore(
                 this_run,
                 dataset,
                 all_callbacks.phase,
-                sources,
+                first_state,
                 back_to=schedule.back_to,
-                build=inputs.build,
-                initial=inputs.initial,
             )
             if requested.train.epochs:
                 opening.store_steps(this_run, requested)
