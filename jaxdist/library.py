@@ -38,7 +38,7 @@ from jaxdist.trainer.callbacks import Callback
 from jaxdist.trainer.loggers import Loggers
 from jaxdist.trainer.profiling import Profile
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.user_model import Model, UserInputs
+from jaxdist.trainer.user_model import Model
 
 
 def run_callbacks(
@@ -196,7 +196,7 @@ def fit(
         workdir,
         title=workdir.name,
         devices=devices,
-        inputs=UserInputs(
+        inputs=trainer.UserInputs(
             build=build, dataset=dataset, optimizer=transform, initial=initial
         ),
         callbacks=[*run_callbacks(config, workdir), *hooks],

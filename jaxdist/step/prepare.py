@@ -25,8 +25,8 @@ from jaxdist.protocols.objective import (
     as_terms,
     module_terms,
 )
+from jaxdist.step.assembly import assemble_model, build_assemble, names_of
 from jaxdist.step.batch_parts import dim_names, join_parts, split_batch
-from jaxdist.step.gradients import assemble_model, build_assemble, names_of
 from jaxdist.step.objective_fields import objective_fields, targets_per_count
 
 # (arrays of a module, batch) -> the module's terms
