@@ -62,7 +62,7 @@ def edits(
     def saving(override: str, target: Target = target) -> int:
         """Computes the bytes that an override saves; 0 if the run is then illegal."""
         try:
-            edited = targets.validate_for(_edited(run, override), target)
+            edited = layouts.validate_for(_edited(run, override), target)
         except ConfigError:
             return 0
         return peak - memory.accounted_peak(memory.components(edited, target))

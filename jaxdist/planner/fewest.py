@@ -298,7 +298,7 @@ def _row(run: RunConfig, target: Target, zero: int, *, proposed: bool = False) -
     most = target.usable_bytes or 0
     best: Row | None = None
     run = compose.with_overrides(run, {"batch.accumulation": 1})
-    composition = targets.validate_for(run, target)
+    composition = layouts.validate_for(run, target)
     shape = composition.shape
     slow = next(layouts.slow_axes(target, shape), None)
     if proposed and slow:

@@ -28,10 +28,10 @@ from jaxdist.parallel.axes import (
 from jaxdist.parallel.mesh import DcnConfig, MeshConfig, MeshShape
 from jaxdist.planner import memory
 from jaxdist.planner.arithmetic import CONTEXT, EXPERT, Estimate, Model
-from jaxdist.planner.targets import Target, validate_for
+from jaxdist.planner.targets import Target
 from jaxdist.protocols.dim_names import EXPERTS, has_experts
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.trainer import compose
+from jaxdist.trainer import compose, product_formats, validation
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import RunConfig
 
@@ -141,6 +141,29 @@ class Candidate:
             if entry.searched and value != attrgetter(key)(run):
                 overrides.append(f"{key}={str(value).lower()}")
         return overrides
+
+
+def validate_for(
+    run: RunConfig, target: Target, spec: ModelSpec | None = None
+) -> Composition:
+    """Composes a run on a target's devices and checks it, without its data.
+
+    Args:
+      run: the config.
+      target: the hardware.
+      spec: the run's model, if it is known.
+
+    Raises:
+      ConfigError: the run cannot be laid out on the target, or its chips have no units
+        for the run's matmuls.
+    """
+    faults = list(product_formats.unit_faults(run, target.platform, target.device_kind))
+    if faults:  # they exist in every layout
+        raise ConfigError(faults)
+    slices = target.num_slices if target.platform == "tpu" else None
+    return validation.validate_on(
+        run, target.num_devices, slices, with_data=False, spec=spec
+    )
 
 
 def legal_meshes(

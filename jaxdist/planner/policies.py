@@ -14,10 +14,10 @@ from jaxdist.config import ConfigError
 from jaxdist.parallel.remat import INPUT, NAMES, RESIDUALS, RematConfig, named_in
 from jaxdist.planner import layouts, memory
 from jaxdist.planner.arithmetic import Estimate, Model
-from jaxdist.planner.layouts import Candidate
+from jaxdist.planner.layouts import Candidate, validate_for
 from jaxdist.planner.observed import HIDES_TRANSFERS
 from jaxdist.planner.state import HOST_STATE
-from jaxdist.planner.targets import Target, validate_for
+from jaxdist.planner.targets import Target
 from jaxdist.trainer import compose
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import RunConfig

@@ -162,7 +162,7 @@ def test_a_compiled_step_sends_what_the_formula_says(form, tmp_path):
 
 def peak(words: str) -> dict[str, int]:
     run, target = run_of("llama3_8b", words), targets.parse("v5p:4x4x4")
-    composition = targets.validate_for(run, target)
+    composition = layouts.validate_for(run, target)
     return memory.components(composition, target)
 
 

@@ -247,7 +247,7 @@ def test_the_state_of_experts_is_the_compilers_arguments():
         run_of("quickstart", f"{TINY} mesh.expert=4 mesh.fsdp=2"),
         targets.parse("cpu:8"),
     )
-    composition = targets.validate_for(run, target)
+    composition = layouts.validate_for(run, target)
     spec = composition.spec
     found = memory.components(composition, target)
     kernels = sum(
