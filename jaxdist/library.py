@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import optax
 
-from jaxdist import interop
 from jaxdist.data.user_batches import Batches, open_user_batches
 from jaxdist.evaluation.fitted import Fitted
 from jaxdist.inference.sample import Sample
+from jaxdist.interop.initial_weights import WEIGHT_SOURCES
 from jaxdist.operations.callbacks import (
     CheckpointCopies,
     Ledger,
@@ -110,7 +110,7 @@ def run(
         folder,
         callbacks=[*run_callbacks(config, folder, entered), *callbacks],
         process_callbacks=entered or (),
-        weight_sources=interop.WEIGHT_SOURCES,
+        weight_sources=WEIGHT_SOURCES,
         title=title,
         devices=devices,
         full_devices=full_devices,

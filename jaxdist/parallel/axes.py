@@ -71,6 +71,8 @@ SEQUENCE_AXES = tuple(axis.name for axis in TABLE if "sequence" in axis.splits)
 PARAMETER_SHARDS = tuple(
     axis.name for axis in TABLE if {"parameters", "experts"} & set(axis.splits)
 )
+(EXPERT,) = EXPERT_AXES  # the only axis that splits experts
+(CONTEXT,) = SEQUENCE_AXES  # the only axis that splits sequences
 STATE_AXES = tuple(
     axis.name for axis in TABLE if not set(axis.splits) <= {"batch", "sequence"}
 )

@@ -14,7 +14,7 @@ from jaxdist.distributed import coordination
 from jaxdist.parallel.remat import FIT, RematConfig
 from jaxdist.planner import targets
 from jaxdist.planner.compiler import Say
-from jaxdist.planner.layouts import validate_for
+from jaxdist.planner.on_target import validate_for
 from jaxdist.planner.policies import Policies
 from jaxdist.planner.remat_search import fit, overrides
 from jaxdist.telemetry.units import time_text

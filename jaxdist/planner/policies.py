@@ -14,8 +14,9 @@ from jaxdist.config import ConfigError
 from jaxdist.parallel.remat import INPUT, NAMES, RESIDUALS, RematConfig, named_in
 from jaxdist.planner import layouts, memory
 from jaxdist.planner.arithmetic import Estimate, Model
-from jaxdist.planner.layouts import Candidate, validate_for
+from jaxdist.planner.layouts import Candidate
 from jaxdist.planner.observed import HIDES_TRANSFERS
+from jaxdist.planner.on_target import validate_for
 from jaxdist.planner.state import HOST_STATE
 from jaxdist.planner.targets import Target
 from jaxdist.trainer import compose
