@@ -93,3 +93,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         """Raises a ConfigError, in place of argparse's exit with 2."""
         raise ConfigError(f"{message}; --help lists the flags")
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag --trust-code."""
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="execute the model code that a stored config names (docs/security.md)",
+    )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxdist.config import ConfigError, schema
+from jaxdist.config import ConfigError
 from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import consistency, coordination
 from jaxdist.storage import run_format
@@ -21,7 +21,7 @@ from jaxdist.trainer import (
     workdir,
 )
 from jaxdist.trainer.callbacks import CallbackList, Run
-from jaxdist.trainer.run_config import RunConfig, document_of
+from jaxdist.trainer.run_config import RunConfig, values_of
 
 
 def log(text: str) -> None:
@@ -157,7 +157,7 @@ def open_workdir(
         workdir; or the config does not fit the run in the workdir.
     """
     config = run.config
-    flat = schema.flatten(document_of(config))
+    flat = values_of(config)
     consistency.agree(lambda: flat | consistency.code(run.spec.model_class))
     with coordination.raise_on_all():
         if coordination.is_lead():

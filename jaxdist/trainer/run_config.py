@@ -225,6 +225,11 @@ def document_of(config: RunConfig) -> dict[str, Any]:
     return document
 
 
+def values_of(config: RunConfig) -> dict[str, Any]:
+    """Lists the values of a config by key, without the secrets of its URLs."""
+    return schema.flatten(document_of(config))
+
+
 # --- what may change on resume --------------------------------------------------------
 
 
@@ -239,7 +244,7 @@ def run_fingerprint(config: RunConfig) -> str:
 
     The hash skips values that may change on resume, such as the number of steps.
     """
-    values = schema.flatten(document_of(config))
+    values = values_of(config)
     for path in keys_that_may_change(config):
         values.pop(path, None)
     return schema.fingerprint(values)
