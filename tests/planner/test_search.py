@@ -237,7 +237,7 @@ def test_a_chip_without_8_bit_units_is_refused_before_anything_is_laid_out(
     run = run_of("llama3_8b", "precision.matmul=fp8_rowwise batch.global_size=8")
     target = targets.parse(text)
     # a layout or a compiler would be asked for after this
-    monkeypatch.setattr(targets.validation, "validate_on", None)
+    monkeypatch.setattr(on_target.validation, "validate_on", None)
     for ask in (plan_by_arithmetic, search.search):
         with pytest.raises(ConfigError) as caught:
             ask(run, target)
