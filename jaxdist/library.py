@@ -32,7 +32,7 @@ from jaxdist.operations.callbacks import (
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.step.state import State
-from jaxdist.trainer import trainer, user_model
+from jaxdist.trainer import training, user_model
 from jaxdist.trainer.best import KeepBest
 from jaxdist.trainer.callbacks import Callback
 from jaxdist.trainer.loggers import Loggers
@@ -97,7 +97,7 @@ def run(
       title: first line of the display; "" = none.
       devices: devices to train on; default: all.
       full_devices: number of devices that the config of an elastic run was written for;
-        see `trainer.train`. Default: the run is not elastic.
+        see `training.train`. Default: the run is not elastic.
 
     Raises:
       ConfigError: the config is invalid; nothing was compiled.
@@ -105,7 +105,7 @@ def run(
       Interrupted: a signal ended the run early.
     """
     folder = Path(folder)
-    return trainer.run(
+    return training.run(
         config,
         folder,
         callbacks=[*run_callbacks(config, folder, entered), *callbacks],
@@ -191,12 +191,12 @@ def fit(
         temporary = tempfile.TemporaryDirectory(prefix="jaxdist-")
         folder = temporary.name
     workdir = Path(folder)
-    outcome = trainer.train(
+    outcome = training.train(
         config,
         workdir,
         title=workdir.name,
         devices=devices,
-        inputs=trainer.UserInputs(
+        inputs=training.UserInputs(
             build=build, dataset=dataset, optimizer=transform, initial=initial
         ),
         callbacks=[*run_callbacks(config, workdir), *hooks],

@@ -40,7 +40,7 @@ def resolve(
       run: the config.
       devices: the devices of the run.
       folder: the run's folder; None if it has none.
-      full_devices: see `trainer.train`.
+      full_devices: see `training.train`.
       say: called with each stage of the work.
 
     Raises:

@@ -59,7 +59,7 @@ def evaluation_interval(config: RunConfig, dataset: Dataset) -> int:
     return train.eval_every
 
 
-def lines(config: RunConfig, dataset: Dataset) -> list[str]:
+def evaluation_lines(config: RunConfig, dataset: Dataset) -> list[str]:
     """Describes the evaluations of train.eval_every=auto; [] for another value."""
     if config.train.eval_every != AUTO:
         return []

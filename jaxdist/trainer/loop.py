@@ -1,6 +1,6 @@
 """The training loop: steps, and between them callbacks, evaluations and checkpoints.
 
-The module docstring of `trainer.trainer` lists the calls that lead here.
+The module docstring of `trainer.training` lists the calls that lead here.
 
 Updates are numbered from 1 (`number`, and `StepView.step`) and batches from 0.
 `Progress.step` counts the updates that are done and recorded. Without skipped batches,

@@ -49,7 +49,7 @@ def describe(
         *batching.balancer(composition, dataset).lines(),
         *pipeline_report.lines(composition),
         *_epoch_lines(composition, dataset),
-        *held_out.lines(composition.config, dataset),
+        *held_out.evaluation_lines(composition.config, dataset),
         *schedule.lines(run),
     ]
     for line in lines:

@@ -4,14 +4,14 @@ The calls from the command to the loop over steps, outermost first:
 
     train.main                    train.py               parses the command
     library.run                   library.py             lists the callbacks
-    trainer.run                   trainer/trainer.py     raises if a signal came
-    trainer.train                 trainer/trainer.py     checks, opens, restores, ends
+    training.run                  trainer/training.py    raises if a signal came
+    training.train                trainer/training.py    checks, opens, restores, ends
     run_loop.train_to_end         trainer/run_loop.py    makes the loop's log and saver
     Trainer.train                 trainer/loop.py        handles signals
     Trainer._train_through_faults trainer/loop.py        rolls back after faults
     Trainer._train_until_fault    trainer/loop.py        loops over the steps
 
-`library.fit` calls `trainer.train` directly, with the caller's model and data. All other
+`library.fit` calls `training.train` directly, with the caller's model and data. All other
 work of a run is done by callbacks (`trainer.callbacks`).
 """
 
