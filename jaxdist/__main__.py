@@ -4,7 +4,7 @@ import runpy
 import sys
 
 import jaxdist
-from jaxdist import config
+from jaxdist.config import EXIT_CONFIG, command_line, suggest
 
 COMMANDS = {
     "train": "train a model, or resume the run of the workdir",
@@ -32,7 +32,7 @@ def help_text() -> str:
 
 def main() -> None:
     """Runs the command that sys.argv names and exits with its exit code."""
-    sys.exit(config.quiet_pipe(_run))
+    sys.exit(command_line.quiet_pipe(_run))
 
 
 def _run() -> int:
@@ -42,12 +42,12 @@ def _run() -> int:
     elif name == "--version":
         print(jaxdist.__version__)
     elif name not in COMMANDS:
-        hint = config.suggest(name, COMMANDS)
+        hint = suggest(name, COMMANDS)
         print(
             f"error: jaxdist {name}: no such command.{hint}\n\n{help_text()}",
             file=sys.stderr,
         )
-        return config.EXIT_CONFIG
+        return EXIT_CONFIG
     else:
         del sys.argv[1]
         runpy.run_module(f"jaxdist.{name}", run_name="__main__", alter_sys=True)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import jax
 
-from jaxdist.config import ConfigError, Parser
+from jaxdist.config import ConfigError
+from jaxdist.config.command_line import Parser
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop.export_folder import ExportOptions, Source, export_folder
 from jaxdist.interop.import_folder import open_folder

@@ -16,8 +16,7 @@ from typing import Any
 import jax
 
 import jaxdist
-from jaxdist import config
-from jaxdist.config import extras
+from jaxdist.config import command_line, extras
 from jaxdist.data import DataConfig
 from jaxdist.distributed import initialize
 from jaxdist.distributed.network import network_faults
@@ -35,7 +34,7 @@ from jaxdist.trainer import exit_code
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command and returns 0, even if something is missing."""
-    parser = config.Parser(prog="jaxdist doctor", description=__doc__)
+    parser = command_line.Parser(prog="jaxdist doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     flags = parser.parse_args(arguments)
     initialize.skip_absent_tpu(os.environ)

@@ -18,7 +18,7 @@ from jaxdist.config import ConfigError, extras
 from jaxdist.data.sources import npz
 from jaxdist.evaluation import held_out_set, loading
 from jaxdist.evaluation.trained_run import Watch
-from jaxdist.trainer import cli, exit_code, workdir
+from jaxdist.trainer import exit_code, workdir, workdir_parser
 from jaxdist.trainer.held_out import HeldOut
 
 
@@ -42,7 +42,7 @@ def _score_tasks(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
       The results as a JSON value, and as text.
     """
     harness = extras.load("jaxdist.evaluation.lm_eval")
-    run = loading.load_run(**cli.run_options(flags), modules=False)
+    run = loading.load_run(**workdir_parser.run_options(flags), modules=False)
     metrics = harness.evaluate_tasks(
         run,
         flags.tasks.split(","),
@@ -61,7 +61,7 @@ def _score_held_out(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
     Returns:
       The results as a JSON value, and as text.
     """
-    options = cli.run_options(flags)
+    options = workdir_parser.run_options(flags)
     if flags.stride is not None:  # check it before weights are read
         stored = workdir.read_config(
             flags.workdir, named=flags.target, trust_code=flags.trust_code
@@ -113,7 +113,7 @@ def _check(flags: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.WorkdirParser("evaluate", __doc__)
+    parser = workdir_parser.WorkdirParser("evaluate", __doc__)
     add = parser.add_argument
     add("--json", action="store_true", help="print one JSON object on standard output")
     add(

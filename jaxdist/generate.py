@@ -14,14 +14,14 @@ import jax
 from jaxdist.config import ConfigError
 from jaxdist.evaluation import loading, trained_run
 from jaxdist.inference.decoding import SamplingConfig
-from jaxdist.trainer import cli, exit_code
+from jaxdist.trainer import exit_code, workdir_parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     flags = _parser().parse_args(arguments)
     prompts = _prompts(flags)
-    run = loading.load_run(**cli.run_options(flags), modules=False)
+    run = loading.load_run(**workdir_parser.run_options(flags), modules=False)
     sampling = SamplingConfig(
         temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p
     )
@@ -137,7 +137,7 @@ def _interact(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.WorkdirParser("generate", __doc__)
+    parser = workdir_parser.WorkdirParser("generate", __doc__)
     add = parser.add_argument
     sampling = SamplingConfig()
     add(

@@ -20,8 +20,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxdist import config
-from jaxdist.config import ConfigError
+from jaxdist.config import EXIT_CONFIG, EXIT_PEER_LOST, ConfigError, command_line
 from jaxdist.distributed.cluster import find_cluster
 from jaxdist.distributed.local_devices import device_environment
 from jaxdist.operations.launch.supervisor import Supervisor, SupervisorOptions
@@ -74,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return code
         return Supervisor(options, agents, say=_print).run()
     except (ConfigError, OSError) as error:
-        config.print_faults(error)
+        command_line.print_faults(error)
         if getattr(error, "errno", None) in _TRANSIENT_ERRORS:
-            return config.EXIT_PEER_LOST
-        return config.EXIT_CONFIG
+            return EXIT_PEER_LOST
+        return EXIT_CONFIG
 
 
 def _print(text: str) -> None:
@@ -147,7 +146,9 @@ def _size_faults(processes: int) -> Iterator[str]:
 
 def _parser() -> argparse.ArgumentParser:
     usage = "jaxdist launch [flags] -- COMMAND ..."
-    parser = config.Parser(prog="jaxdist launch", description=__doc__, usage=usage)
+    parser = command_line.Parser(
+        prog="jaxdist launch", description=__doc__, usage=usage
+    )
     add = parser.add_argument
     add(
         "--processes",
@@ -208,4 +209,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(config.quiet_pipe(main))
+    sys.exit(command_line.quiet_pipe(main))

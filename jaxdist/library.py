@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import optax
 
-from jaxdist import interop
 from jaxdist.data.user_batches import Batches, open_user_batches
 from jaxdist.evaluation.fitted import Fitted
 from jaxdist.inference.sample import Sample
+from jaxdist.interop.initial_weights import WEIGHT_SOURCES
 from jaxdist.operations.callbacks import (
     CheckpointCopies,
     Ledger,
@@ -32,13 +32,13 @@ from jaxdist.operations.callbacks import (
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.step.state import State
-from jaxdist.trainer import trainer, user_model
+from jaxdist.trainer import training, user_model
 from jaxdist.trainer.best import KeepBest
 from jaxdist.trainer.callbacks import Callback
 from jaxdist.trainer.loggers import Loggers
 from jaxdist.trainer.profiling import Profile
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.user_model import Model, UserInputs
+from jaxdist.trainer.user_model import Model
 
 
 def run_callbacks(
@@ -97,7 +97,7 @@ def run(
       title: first line of the display; "" = none.
       devices: devices to train on; default: all.
       full_devices: number of devices that the config of an elastic run was written for;
-        see `trainer.train`. Default: the run is not elastic.
+        see `training.train`. Default: the run is not elastic.
 
     Raises:
       ConfigError: the config is invalid; nothing was compiled.
@@ -105,12 +105,12 @@ def run(
       Interrupted: a signal ended the run early.
     """
     folder = Path(folder)
-    return trainer.run(
+    return training.run(
         config,
         folder,
         callbacks=[*run_callbacks(config, folder, entered), *callbacks],
         process_callbacks=entered or (),
-        weight_sources=interop.WEIGHT_SOURCES,
+        weight_sources=WEIGHT_SOURCES,
         title=title,
         devices=devices,
         full_devices=full_devices,
@@ -191,12 +191,12 @@ def fit(
         temporary = tempfile.TemporaryDirectory(prefix="jaxdist-")
         folder = temporary.name
     workdir = Path(folder)
-    outcome = trainer.train(
+    outcome = training.train(
         config,
         workdir,
         title=workdir.name,
         devices=devices,
-        inputs=UserInputs(
+        inputs=training.UserInputs(
             build=build, dataset=dataset, optimizer=transform, initial=initial
         ),
         callbacks=[*run_callbacks(config, workdir), *hooks],

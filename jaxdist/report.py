@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxdist import config
+from jaxdist.config import EXIT_CONFIG, ConfigError, command_line
 from jaxdist.operations.page import html, summary
 from jaxdist.storage import atomic
 
@@ -27,20 +27,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_target(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(target, html.render(runs))
-    except config.ConfigError as error:
-        config.print_faults(error)
-        return config.EXIT_CONFIG
+    except ConfigError as error:
+        command_line.print_faults(error)
+        return EXIT_CONFIG
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise
-        config.print_faults(error)
+        command_line.print_faults(error)
         return 1
     print(target)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = config.Parser(prog="jaxdist report", description=__doc__)
+    parser = command_line.Parser(prog="jaxdist report", description=__doc__)
     parser.add_argument(
         "workdir", nargs="+", help="folder of a run; several folders are compared"
     )
@@ -79,16 +79,16 @@ def _check_target(target: Path) -> None:
       ConfigError: the target is a folder, or a file that is no jaxdist report.
     """
     if target.is_dir():
-        raise config.ConfigError(f"--out {target} is a folder; give the file to write")
+        raise ConfigError(f"--out {target} is a folder; give the file to write")
     if not target.exists():
         return
     with target.open("rb") as file:
         if html.GENERATOR.encode() not in file.read(4096):
-            raise config.ConfigError(
+            raise ConfigError(
                 f"--out {target} exists and is no jaxdist report; "
                 "give another name or remove it"
             )
 
 
 if __name__ == "__main__":
-    sys.exit(config.quiet_pipe(main))
+    sys.exit(command_line.quiet_pipe(main))

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxdist import config
+from jaxdist.config import EXIT_CONFIG, ConfigError, command_line
 from jaxdist.operations.page import runs
 
 
@@ -19,15 +19,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         flags = _parser().parse_args(argv)
         document = runs.table(Path(flags.folder))
-    except config.ConfigError as error:
-        config.print_faults(error)
-        return config.EXIT_CONFIG
+    except ConfigError as error:
+        command_line.print_faults(error)
+        return EXIT_CONFIG
     print(json.dumps(document, indent=1) if flags.json else runs.as_text(document))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = config.Parser(prog="jaxdist runs", description=__doc__)
+    parser = command_line.Parser(prog="jaxdist runs", description=__doc__)
     parser.add_argument(
         "folder",
         nargs="?",
@@ -43,4 +43,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(config.quiet_pipe(main))
+    sys.exit(command_line.quiet_pipe(main))

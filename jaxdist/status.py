@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from jaxdist import config
+from jaxdist.config import EXIT_CONFIG, ConfigError, command_line
 from jaxdist.operations.page import status
 
 
@@ -22,13 +22,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         flags = _parser().parse_args(argv)
         if flags.watch is not None and not 0.1 <= flags.watch <= 86_400:
-            raise config.ConfigError(
+            raise ConfigError(
                 f"--watch {flags.watch:g}: must be seconds between 0.1 and 86400"
             )
         _show(flags)
-    except config.ConfigError as error:
-        config.print_faults(error)
-        return config.EXIT_CONFIG
+    except ConfigError as error:
+        command_line.print_faults(error)
+        return EXIT_CONFIG
     except KeyboardInterrupt:
         pass
     return 0
@@ -48,7 +48,7 @@ def _show(flags: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = config.Parser(prog="jaxdist status", description=__doc__)
+    parser = command_line.Parser(prog="jaxdist status", description=__doc__)
     parser.add_argument("workdir", help="folder of the run")
     parser.add_argument(
         "--watch",
@@ -66,4 +66,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(config.quiet_pipe(main))
+    sys.exit(command_line.quiet_pipe(main))

@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import interop
 from jaxdist.config import ConfigError
 from jaxdist.parallel.mesh import MeshShape, build_mesh
-from jaxdist.planner import targets
+from jaxdist.planner import on_target, targets
 from jaxdist.planner.calibration import MAX_RESIDUAL, Fit, fit_line
 from jaxdist.planner.formulas import KINDS, wire_bytes
 from jaxdist.planner.targets import Link, Target
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ConfigError(
             f"--on={flags.on}: {target.num_devices} devices, here are {jax.device_count()}"
         )
-    shape = targets.validate_for(run, target).shape
+    shape = on_target.validate_for(run, target).shape
     mesh, rows, fits = build_mesh(run.mesh), [], []
     say = print if printing else lambda *_: None
     say(f"{target.text}, {shape}")

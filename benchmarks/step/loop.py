@@ -2,7 +2,7 @@
 
     python benchmarks/step/loop.py --rounds 5 --loss-chunk 0 --out benchmarks/results/loop.json
 
-`overhead` is the time per step of `jaxdist.trainer.trainer.run` (data, metrics,
+`overhead` is the time per step of `jaxdist.trainer.training.run` (data, metrics,
 display; no checkpoints) above the same compiled step in a bare `for` on one resident
 batch. The default model is tiny, so almost nothing is hidden behind the device: an
 upper bound. `--shape 1b` measures a real step, also as MFU.

@@ -12,10 +12,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist import config
 from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.folders import CheckpointError
-from jaxdist.config import schema
+from jaxdist.config import (
+    EXIT_CONFIG,
+    EXIT_NO_CHECKPOINT,
+    ConfigError,
+    command_line,
+    schema,
+)
 from jaxdist.config.extras import MissingExtra
 from jaxdist.storage import run_format
 from jaxdist.storage.untrusted import Malformed, read_json
@@ -33,17 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = _parser().parse_args(argv)
         document, code = _ACTIONS[flags.action](flags)
     except (
-        config.ConfigError,
+        ConfigError,
         MissingExtra,
         CheckpointError,
         OSError,
         ValueError,
         TypeError,
     ) as error:
-        config.print_faults(error)
+        command_line.print_faults(error)
         if isinstance(error, CheckpointError):
-            return config.EXIT_NO_CHECKPOINT
-        return config.EXIT_CONFIG
+            return EXIT_NO_CHECKPOINT
+        return EXIT_CONFIG
     if flags.json:
         print(json.dumps(document, indent=1))
     else:
@@ -52,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = config.Parser(
+    parser = command_line.Parser(
         prog="jaxdist checkpoint", description=__doc__.partition("\n\n")[2]
     )
     actions = parser.add_subparsers(
-        dest="action", required=True, parser_class=config.Parser
+        dest="action", required=True, parser_class=command_line.Parser
     )
     for name, meaning in (
         ("list", "list the steps, their sizes, and the steps in quarantine"),
@@ -186,7 +191,7 @@ def _verify(flags: argparse.Namespace) -> Result:
     is_intact = ["fault" not in row for row in rows]
     code = 0 if all(is_intact) else 1
     if not any(is_intact):
-        code = config.EXIT_NO_CHECKPOINT
+        code = EXIT_NO_CHECKPOINT
     document = {
         "folder": str(folder),
         "steps": rows,
@@ -255,4 +260,4 @@ def _inline(item: Any) -> str:
 _ACTIONS = {"list": _list, "inspect": _inspect, "verify": _verify, "diff": _diff}
 
 if __name__ == "__main__":
-    sys.exit(config.quiet_pipe(main))
+    sys.exit(command_line.quiet_pipe(main))

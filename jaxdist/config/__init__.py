@@ -1,17 +1,7 @@
-"""Errors and exit codes of all commands, and their parser. It imports no jax."""
+"""Errors of configurations, and the exit codes of all commands. It imports no jax."""
 
-import argparse
-import contextlib
 import difflib
-import errno
-import io
-import os
-import select
-import sys
-import typing
-from collections.abc import Callable, Iterable, Sequence
-
-from jaxdist.config.redact import without_secrets
+from collections.abc import Iterable
 
 EXIT_PEER_LOST = 70  # another process failed; this one did nothing wrong
 EXIT_PREEMPTED = 75  # a signal asked to stop; all is saved
@@ -37,89 +27,11 @@ class ConfigError(ValueError):
         return "\n".join(self.faults)
 
 
-def print_faults(error: Exception) -> None:
-    """Prints an error to stderr, with a line for each fault of a ConfigError."""
-    for fault in getattr(error, "faults", (str(error),)):
-        print(f"error: {without_secrets(fault)}", file=sys.stderr)
-
-
 def exit_code_of(error: BaseException) -> int:
     """Reads the exit code of a process that ends with an error."""
     code = getattr(error, "exit_code", 1)
     # A user's class may use the name for something else.
     return code if isinstance(code, int) else 1
-
-
-def quiet_pipe(main: Callable[[], int]) -> int:
-    """Runs a command's main; ends quietly without a reader of its output, or at Ctrl-C.
-
-    A path with too long a name is a user's error, wherever it is first used.
-
-    Returns:
-      The exit code of main; EXIT_CLOSED_PIPE if main could not write its output.
-    """
-    try:
-        return main()
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        if not any(map(_reader_has_gone, _outputs())):
-            raise  # another pipe is broken
-        return EXIT_CLOSED_PIPE
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return EXIT_CONFIG
-    finally:
-        for stream in _outputs():
-            try:
-                stream.flush()
-            except BrokenPipeError:
-                # Python flushes once more when it ends, and would print an error.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _outputs() -> list[typing.TextIO]:
-    streams = (sys.stdout, sys.stderr)
-    return [stream for stream in streams if stream and not stream.closed]
-
-
-def _reader_has_gone(stream: typing.TextIO) -> bool:
-    """Tests whether the other end of a pipe is closed."""
-    # A stream without a file descriptor raises these errors.
-    with contextlib.suppress(OSError, ValueError):
-        poll = select.poll()
-        poll.register(stream, 0)
-        return any(
-            event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)
-        )
-    return False
-
-
-class Parser(argparse.ArgumentParser):
-    """Argument parser of a command, whose errors are ConfigErrors.
-
-    Flags must be written out. If a flag is repeated, the last one counts.
-    """
-
-    def __init__(self, **options: typing.Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
-
-    def parse_known_args(  # type: ignore[override]  # typeshed has overloads
-        self,
-        args: Sequence[str] | None = None,
-        namespace: argparse.Namespace | None = None,
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Parses as argparse does; outputs escape names that are not UTF-8."""
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="backslashreplace")
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> typing.NoReturn:
-        """Raises a ConfigError, in place of argparse's exit with 2."""
-        raise ConfigError(f"{message}; --help lists the flags")
 
 
 def is_text(value: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxdist.config import ConfigError, annotations, assigned, suggest
+from jaxdist.config import ConfigError, annotations, assigned, redact, suggest
 from jaxdist.config.schema import (
     MISSING,
     Schema,
@@ -216,6 +216,8 @@ def help_text(
 ) -> str:
     """Lists fields as `--config.path  type  = the config's value  meaning`.
 
+    Secrets of URLs are hidden.
+
     Args:
       config: values to show. A field without a value shows its default.
       schema: fields to list.
@@ -244,7 +246,7 @@ def help_text(
         else:
             lines += fold(head)
             lines += fold(meaning, initial_indent=indent)
-    return "\n".join(lines)
+    return redact.without_secrets("\n".join(lines))
 
 
 def _fields_with(words: str, schema: Schema) -> Schema:

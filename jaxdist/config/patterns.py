@@ -383,7 +383,7 @@ class _Parser:
         return _Literal(self._cases(character))
 
     def _cases(self, character: str) -> set[str]:
-        """Returns the cases of a character that the pattern takes for equal."""
+        """Lists the cases of a character that the pattern takes for equal."""
         if self._ignores_case:
             return {character, character.lower(), character.upper()}
         return {character}

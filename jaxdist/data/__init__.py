@@ -4,9 +4,9 @@ The order depends on (seed, global sample index) alone. Only `jaxdist.data.loade
 jax: it places batches on devices.
 """
 
-from jaxdist.data.config import DataConfig
+from jaxdist.data.config import DataConfig, sample_shapes
 from jaxdist.data.dataset import Dataset, SourceError
-from jaxdist.data.opening import open_dataset, sample_shapes
+from jaxdist.data.opening import open_dataset
 from jaxdist.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [

@@ -38,12 +38,12 @@ class StepGrid:
 
     @property
     def total_microbatches(self) -> int:
-        """Returns the product accumulation x microbatches of a step's batch."""
+        """The product accumulation x microbatches of a step's batch."""
         return self.accumulation * self.microbatches
 
     @property
     def chunks(self) -> int:
-        """Returns the number of pieces of a row whose work is counted separately."""
+        """The number of pieces of a row whose work is counted separately."""
         return 2 * self.context if self.zigzag else self.context
 
     def cells(self, global_size: int) -> np.ndarray:

@@ -193,7 +193,7 @@ class ChatEncoder:
         return _Example(text, prompt=prompt, begins=True)
 
     def _checked_template(self) -> ChatTemplate:
-        """Returns the template.
+        """Checks that there is a template, and hands it back.
 
         Raises:
           ConfigError: there is none.

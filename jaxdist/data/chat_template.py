@@ -53,10 +53,10 @@ class Rendered(NamedTuple):
     refusal: str = ""  # why the template fails on these messages; "" = it does not
 
     def checked(self) -> "Rendered":
-        """Returns the view.
+        """Checks that the template took the messages, and hands the view back.
 
         Raises:
-          ConfigError: the template refuses it.
+          ConfigError: the template refuses them.
         """
         if self.refusal:
             raise ConfigError(f"its chat template fails: {self.refusal}")

@@ -11,7 +11,13 @@ from annotated_types import Interval
 from jaxdist.config import ConfigError
 from jaxdist.config.annotations import OutsideStep, ReadWith, Resume
 from jaxdist.data.reading import expanded
-from jaxdist.data.sources.source import Mixture, SampleSource
+from jaxdist.data.samples import INDEX
+from jaxdist.data.sources.source import (
+    Mixture,
+    SampleShape,
+    SampleShapes,
+    SampleSource,
+)
 from jaxdist.data.sources.table import (
     SOURCES,
     guess_source,
@@ -230,3 +236,27 @@ def parts_of(config: DataConfig) -> tuple[list[float], list[DataConfig]]:
     if faults:
         raise ConfigError(faults)
     return weights, parts
+
+
+def sample_shapes(config: DataConfig, sequence_length: int) -> SampleShapes:
+    """Derives dims and dtype of each entry of one sample of a config's dataset.
+
+    Raises:
+      ConfigError: the file of samples is invalid.
+    """
+    index = {INDEX: SampleShape((), "int32")}
+    source = SOURCES[config.source]
+    if isinstance(source, SampleSource):
+        return source.shapes(config.path) | index
+    dtypes = {
+        "tokens": "int32",
+        "targets": "int32",
+        "weights": "float32",
+        "positions": "int32",
+    }
+    if config.packing == "documents":
+        dtypes["segment_ids"] = "int32"
+    shapes = {
+        name: SampleShape((sequence_length,), dtype) for name, dtype in dtypes.items()
+    }
+    return shapes | index

@@ -13,7 +13,7 @@ checked or restored at the place that its line names:
   in a file covers the samples and the split (`data.splits.split_samples`). The
   fingerprint of a caller's batches covers the arrays, the first batch of a function, or
   the shapes of an iterable (`data.user_batches.open_user_batches`). The checkpoint has
-  the fingerprint (`trainer.workdir.check_data`).
+  the fingerprint (`trainer.restore.check_data`).
 - The windows of skipped batches are in skipped.json and in the checkpoint
   (`trainer.restore.skipped_windows`). All processes compare them
   (`trainer.start.init_or_restore`).
@@ -157,7 +157,7 @@ class Dataset:
         return self.num_train_samples
 
     def reader_state(self, step: int) -> Any:
-        """Returns the JSON state from which a reader continues at `step`.
+        """Gives the JSON state from which a reader continues at `step`.
 
         Only iterators have one. Here it is None: the step alone determines the batch.
         """

@@ -11,11 +11,8 @@ from jaxdist.data import splits, token_cache
 from jaxdist.data.config import DataConfig, parts_of
 from jaxdist.data.dataset import Dataset, vocabulary_fault
 from jaxdist.data.encoders import open_tokenizer
-from jaxdist.data.samples import INDEX
 from jaxdist.data.sources.documents import Corpus, SourceOptions
 from jaxdist.data.sources.source import (
-    SampleShape,
-    SampleShapes,
     SampleSource,
     Source,
     TextSource,
@@ -100,30 +97,6 @@ def open_dataset(
         f"{dataset.num_validation_tokens} held-out targets"
     )
     return dataset
-
-
-def sample_shapes(config: DataConfig, sequence_length: int) -> SampleShapes:
-    """Derives dims and dtype of each entry of one sample of a config's dataset.
-
-    Raises:
-      ConfigError: the file of samples is invalid.
-    """
-    index = {INDEX: SampleShape((), "int32")}
-    source = SOURCES[config.source]
-    if isinstance(source, SampleSource):
-        return source.shapes(config.path) | index
-    dtypes = {
-        "tokens": "int32",
-        "targets": "int32",
-        "weights": "float32",
-        "positions": "int32",
-    }
-    if config.packing == "documents":
-        dtypes["segment_ids"] = "int32"
-    shapes = {
-        name: SampleShape((sequence_length,), dtype) for name, dtype in dtypes.items()
-    }
-    return shapes | index
 
 
 def _open_samples(

@@ -89,7 +89,7 @@ class Iterated:
         return batch
 
     def state(self, step: int) -> Any:
-        """Returns the state before the batch after `step` updates, as JSON.
+        """Looks up the state before the batch after `step` updates, as JSON.
 
         It is None if it is unknown, or if the iterator has no state.
         """
@@ -229,7 +229,7 @@ class UserDataset(Dataset):
         return super().epoch_samples if self._reader is None else None
 
     def reader_state(self, step: int) -> Any:
-        """Returns the state of an iterator before the batch after `step` updates.
+        """Looks up an iterator's state before the batch after `step` updates.
 
         It is None if the iterator has no state.
         """

@@ -49,8 +49,16 @@ class PeerFailed(RuntimeError):
         self.exit_code = exit_code
 
 
+def is_lead() -> bool:
+    """Tests whether this is the first process, which writes the run's files.
+
+    Only the tokenizer's files are written by every process.
+    """
+    return jax.process_index() == 0
+
+
 def kv_client() -> Any:
-    """Returns the client of the coordination service; None for a lone process.
+    """Finds the client of the coordination service; None for a lone process.
 
     The client needs no device.
     """

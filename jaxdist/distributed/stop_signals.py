@@ -60,7 +60,7 @@ def _leave(number: int, frame: Any) -> None:
 
 
 def replaced_handler(number: int, handler: Any) -> Any:
-    """Returns the handler that a signal had before `leave_at_signals`.
+    """Finds the handler that a signal had before `leave_at_signals`.
 
     Args:
       number: the signal.
@@ -70,7 +70,7 @@ def replaced_handler(number: int, handler: Any) -> Any:
 
 
 def last_handler(handler: Any) -> Any:
-    """Returns the handler for the end of a command, whose exit code is known.
+    """Chooses the handler for the end of a command, whose exit code is known.
 
     Args:
       handler: the handler that the command has replaced. The one of `leave_at_signals`

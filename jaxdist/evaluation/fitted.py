@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxdist.config import ConfigError
-from jaxdist.data import Dataset
+from jaxdist.data.dataset import Dataset
 from jaxdist.data.user_batches import UserDataset, open_held_out
 from jaxdist.inference.decoding import Generation, SamplingConfig, text_generator
 from jaxdist.telemetry.display import print_safe

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError
-from jaxdist.data import Dataset
+from jaxdist.data.dataset import Dataset
 from jaxdist.data.sources.table import SOURCES
 from jaxdist.data.user_batches import open_held_out
 from jaxdist.trainer import batching, compose

@@ -312,7 +312,7 @@ def restrict(logits_BV: jax.Array, sampling: SamplingConfig) -> jax.Array:
 
 
 def longest_text(spec: ModelSpec) -> int | None:
-    """Returns the model's longest sequence in tokens, or None if it has no limit."""
+    """Finds the model's longest sequence in tokens; None if it has no limit."""
     return getattr(spec.abstract_model, "max_length", None)
 
 

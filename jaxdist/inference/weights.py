@@ -16,8 +16,8 @@ from jaxdist.hardware.chips import chip_for
 from jaxdist.parallel import precision
 from jaxdist.parallel.axes import SEQUENCE_AXES
 from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.dim_names import Names
 from jaxdist.protocols.model_spec import ModelSpec, Tree
-from jaxdist.protocols.param_names import Names
 
 # (trainable, model state, frozen): the arguments of `ModelSpec.assemble`
 Weights = tuple[Tree, Tree, Tree]

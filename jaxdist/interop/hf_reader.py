@@ -15,19 +15,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from jaxdist.config import ConfigError
 from jaxdist.interop.families import Family, Shapes, Stored, TensorPart
 from jaxdist.interop.hf_config import canonical_values, derive, read_config
+from jaxdist.interop.tensor_files import all_finite, open_tensors
 from jaxdist.models.model_values import differing_values, without_stretch
-from jaxdist.storage.untrusted import Malformed, of_kind, open_regular, read_json
+from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _DTYPES = ("F32", "BF16", "F16")
 _ALIGNED = 64  # bytes
-_CHECKED = 1 << 16  # values checked at a time; they stay in the processor's cache
 _SHOWN = 12  # names that a fault lists
 _Index = tuple[slice, ...]
 _Ranges = tuple[tuple[int, int], ...]  # (start, stop) of each dim
@@ -58,19 +57,6 @@ def open_weights(
     tensors = Tensors(folder, family)
     tensors.check(shapes)
     return tensors
-
-
-def open_tensors(file: Path) -> Any:
-    """Opens a safetensors file and checks its header.
-
-    Raises:
-      Malformed: there is no such file, or its header, sizes or offsets are invalid.
-    """
-    try:
-        open_regular(file).close()
-        return safe_open(file, "np")
-    except (OSError, SafetensorError) as error:
-        raise Malformed(str(error)) from error
 
 
 class Tensors:
@@ -290,18 +276,6 @@ class Tensors:
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate(pieces, len(before))
-
-
-def all_finite(values: np.ndarray) -> bool:
-    """Checks that no float is NaN or infinite.
-
-    Such floats have all bits of the exponent set. numpy's isfinite takes six times as
-    long for bfloat16, and memory for as many booleans.
-    """
-    bits = values.reshape(-1).view(f"u{values.itemsize}")
-    exponent = np.array(np.inf, values.dtype).view(bits.dtype)
-    parts = (bits[start : start + _CHECKED] for start in range(0, bits.size, _CHECKED))
-    return not any(((part & exponent) == exponent).any() for part in parts)
 
 
 def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:

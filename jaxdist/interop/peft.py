@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from jaxdist.config import ConfigError
 from jaxdist.config.patterns import is_whole, pattern_faults
 from jaxdist.interop.families import Family, Shapes, Stored, TensorPart
-from jaxdist.interop.hf_reader import all_finite, open_tensors
+from jaxdist.interop.tensor_files import all_finite, open_tensors
 from jaxdist.models.lora import LoraConfig
 from jaxdist.storage.untrusted import read_json
 

@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxdist.ops.matmul import project
 from jaxdist.parallel import execution
 from jaxdist.parallel.execution import shard
+from jaxdist.protocols.dim_names import Names
 from jaxdist.protocols.model import BlockInfo
-from jaxdist.protocols.param_names import Names
 
 
 def normal(

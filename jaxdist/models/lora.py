@@ -43,8 +43,8 @@ from jaxdist.ops.dense_matmul import FrozenKernel
 from jaxdist.ops.matmul import project, project_lightly
 from jaxdist.parallel import execution
 from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.dim_names import Names, in_stack
 from jaxdist.protocols.model import BlockInfo, is_staged
-from jaxdist.protocols.param_names import Names, in_stack
 
 Base = Literal["none", "int8", "nf4"]
 Build = Callable[[nnx.Rngs], Any]

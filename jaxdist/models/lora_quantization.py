@@ -18,7 +18,7 @@ import numpy as np
 import qwix
 
 from jaxdist.config import ConfigError
-from jaxdist.protocols.param_names import FSDP_NAME, Names
+from jaxdist.protocols.dim_names import FSDP_NAME, Names
 
 TILE = 64  # weights that share a scale, as in QLoRA
 # with smaller tiles the scales would take more than half the memory of the codes

@@ -25,7 +25,7 @@ from jaxdist.ops.dense_matmul import sum_in_shards, waits_for_sums
 from jaxdist.parallel import execution, sharding
 from jaxdist.parallel.context import AXIS
 from jaxdist.parallel.sharding import Rules
-from jaxdist.protocols.param_names import Names
+from jaxdist.protocols.dim_names import Names
 
 Carry = TypeVar("Carry")  # of a loop over chunks
 
@@ -614,7 +614,10 @@ def _parts_of_vocabulary(vocabulary: int, parts: int) -> int:
 
 
 def _sums(options: LossOptions) -> tuple[int, ...]:
-    """Returns (number of separate sums of the head's gradient,), or () for one sum."""
+    """Finds the leading dims of the head's gradient; () if there is one sum of it.
+
+    Several sums are kept apart: the dim is their number.
+    """
     return (options.group[0] // options.parts,) if options.parts > 1 else options.group
 
 

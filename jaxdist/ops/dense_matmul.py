@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.parallel import execution, sharding
 from jaxdist.parallel.axes import BATCH_AXES
-from jaxdist.protocols.param_names import Names
+from jaxdist.protocols.dim_names import Names
 
 
 @jax.tree_util.register_dataclass

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.parallel import execution
-from jaxdist.protocols.param_names import Names
+from jaxdist.protocols.dim_names import Names
 
 
 def embed(table: nnx.Variable[jax.Array], indices_BS: jax.Array) -> jax.Array:

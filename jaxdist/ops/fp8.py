@@ -34,7 +34,7 @@ from jaxdist.parallel import execution
 from jaxdist.parallel.formats.fp8 import Fp8Recipe
 from jaxdist.parallel.remat import FP8_PRODUCTS
 from jaxdist.parallel.sharding import Rules
-from jaxdist.protocols.param_names import Names
+from jaxdist.protocols.dim_names import Names
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 E5M2 = jnp.dtype(jnp.float8_e5m2)

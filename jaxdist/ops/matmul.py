@@ -16,7 +16,7 @@ from jaxdist.ops.dense_matmul import FrozenKernel, Kernel
 from jaxdist.parallel import execution
 from jaxdist.parallel.formats.format import Recipe
 from jaxdist.parallel.formats.fp8 import Fp8Recipe
-from jaxdist.protocols.param_names import Names
+from jaxdist.protocols.dim_names import Names
 
 # Function of each class of recipes: (x, kernels, names, contract, recipe) -> outputs.
 _MULTIPLY: Mapping[type[Recipe], Callable[..., tuple[jax.Array, ...]]] = {

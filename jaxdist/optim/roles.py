@@ -9,7 +9,7 @@ import jax
 import optax
 
 from jaxdist.optim.config import OptimizerConfig
-from jaxdist.protocols.param_names import STACKED, STACKS, Names
+from jaxdist.protocols.dim_names import STACKED, STACKS, Names
 
 # leading dims with these names count separate parameters
 _STACK_NAMES = frozenset({"experts", *STACKS})

@@ -99,8 +99,13 @@ def depends_on_train_steps(config: OptimizerConfig) -> bool:
     return SCHEDULES[config.schedule].ends and config.decay_steps is None
 
 
+def has_cooldown(config: OptimizerConfig) -> bool:
+    """Checks whether the schedule decays in its last steps, after a constant part."""
+    return SCHEDULES[config.schedule].cools_down
+
+
 def rate_of_one(step: ArrayLike) -> jax.Array:
-    """Returns the learning rate 1, for optimizers whose rate is applied elsewhere."""
+    """Is a schedule of 1, for optimizers whose learning rate is applied elsewhere."""
     rate: jax.Array = jnp.float32(1)
     return rate
 
@@ -151,7 +156,7 @@ def extend(
         return steps
     start = done
     decay = decay_start(config, steps)
-    cools_down = SCHEDULES[config.schedule].cools_down
+    cools_down = has_cooldown(config)
     if cools_down and decay < done and saved(decay):
         start = decay
     share = float(_shape(config, steps)(jnp.float32(start)))
@@ -177,7 +182,7 @@ def _exact_decay_start(config: OptimizerConfig, steps: ScheduleSteps) -> float:
     if steps.extensions:
         last = steps.extensions[-1]
         start = max(start, float(last.start + last.rewarm_steps))
-    if SCHEDULES[config.schedule].cools_down:
+    if has_cooldown(config):
         start = max(start, steps.end - config.decay_fraction * steps.end)
     return start
 
@@ -332,7 +337,7 @@ def describe(
 
 def _describe_rule(config: OptimizerConfig, peak: float) -> str:
     """Describes how a schedule goes on if `train.steps` is raised; see `extend`."""
-    if SCHEDULES[config.schedule].cools_down:
+    if has_cooldown(config):
         how = (
             "the run goes back to the step where the decay began, stays at its peak, and "
             "decays at the new end"
@@ -356,7 +361,7 @@ def _describe_extension(
     text = f"train.steps raised to {part.end} at step {part.start}: the rate "
     if part.rewarm_steps:
         text += f"rises from {part.share * peak:g} to {part.peak * peak:g} in {part.rewarm_steps} steps, "
-    elif SCHEDULES[config.schedule].cools_down:
+    elif has_cooldown(config):
         text += f"stays at {part.peak * peak:g}, "
     start = decay_start(config, steps)
     final = min(config.final_learning_rate, part.peak)

@@ -2,7 +2,7 @@
 
 The mesh, elastic restarts, the planner and verification read it. A new axis is a row
 here, a field of `MeshConfig` and a field of `DcnConfig`. Rules of `sharding` or
-`param_names` say what it splits in a model. This file imports no jax, because `launch`
+`dim_names` say what it splits in a model. This file imports no jax, because `launch`
 reads it, too.
 """
 
@@ -71,6 +71,8 @@ SEQUENCE_AXES = tuple(axis.name for axis in TABLE if "sequence" in axis.splits)
 PARAMETER_SHARDS = tuple(
     axis.name for axis in TABLE if {"parameters", "experts"} & set(axis.splits)
 )
+(EXPERT,) = EXPERT_AXES  # the only axis that splits experts
+(CONTEXT,) = SEQUENCE_AXES  # the only axis that splits sequences
 STATE_AXES = tuple(
     axis.name for axis in TABLE if not set(axis.splits) <= {"batch", "sequence"}
 )

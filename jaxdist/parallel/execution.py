@@ -21,7 +21,7 @@ from jaxdist.hardware.chips import chip_for, platform_of
 from jaxdist.parallel.formats.format import Recipe
 from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
 from jaxdist.parallel.sharding import Rules, as_entry, axes_in
-from jaxdist.protocols.param_names import FSDP_NAME, Names
+from jaxdist.protocols.dim_names import FSDP_NAME, Names
 
 ONE_DEVICE = Rules(resolve_mesh(MeshConfig(), 1))
 
@@ -71,15 +71,15 @@ class Execution:
         return self.rules.sequence_parallel or self.axis_size("context") > 1
 
     def axis_size(self, axis: str) -> int:
-        """Returns the size of a mesh axis; 1 for manual axes of the active region."""
+        """Looks up the size of a mesh axis; 1 for manual axes of the active region."""
         return self.rules.shape.sizes[axis]
 
     def compute_dtype(self, default: jnp.dtype) -> jnp.dtype:
-        """Returns the compute dtype; `default` if none is set."""
+        """Chooses the compute dtype; `default` if none is set."""
         return jnp.dtype(self.compute or default)
 
     def vocabulary_axis(self, names: Names) -> str | None:
-        """Returns the manual mesh axis that splits a table's vocabulary, if any."""
+        """Finds the manual mesh axis that splits a table's vocabulary, if any."""
         is_split = self.rules.vocab_over_stages and "vocab" in names
         if "pipeline" in self.manual and is_split:
             return "pipeline"
@@ -128,7 +128,7 @@ _current = contextvars.ContextVar("execution", default=Execution())  # noqa: B03
 
 
 def current() -> Execution:
-    """Returns the active context; outside a step it is one device and no dtypes."""
+    """Finds the active context; outside a step it is one device and no dtypes."""
     return _current.get()
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config import ConfigError
 from jaxdist.parallel.axes import BATCH_AXES, SEQUENCE_AXES, STATE_AXES
 from jaxdist.parallel.sharding import Rules, axes_in
-from jaxdist.protocols.param_names import PARAMETER_AXES, Names, unknown_names
+from jaxdist.protocols.dim_names import PARAMETER_AXES, Names, unknown_names
 
 COLUMNS = (
     "parameter",

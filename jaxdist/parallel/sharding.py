@@ -25,7 +25,7 @@ from jaxdist.config import ConfigError, suggest
 from jaxdist.parallel.axes import BATCH_AXES, PARAMETER_SHARDS, SEQUENCE_AXES, STEP_AXES
 from jaxdist.parallel.context import AttentionForm
 from jaxdist.parallel.mesh import MeshConfig, MeshShape
-from jaxdist.protocols.param_names import (
+from jaxdist.protocols.dim_names import (
     DIM_NAMES,
     FSDP_NAME,
     PARAMETER_AXES,
@@ -49,7 +49,7 @@ class Rules:
     shards: tuple[str, ...] = PARAMETER_SHARDS  # axes that split stored parameters
 
     def inside(self, axes: Sequence[str]) -> Rules:
-        """Returns the rules inside a region that is manual over mesh axes.
+        """Adapts the rules to a region that is manual over mesh axes.
 
         Every array is a device's part there, so these axes have size 1.
         """

@@ -13,8 +13,7 @@ from typing import Any
 
 from jaxdist.config import ConfigError, files, schema
 from jaxdist.parallel import axes, remat
-from jaxdist.planner import layouts, memory, targets
-from jaxdist.planner.arithmetic import CONTEXT
+from jaxdist.planner import memory, on_target, targets
 from jaxdist.planner.document import Edit
 from jaxdist.planner.targets import Target
 from jaxdist.planner.trials import compile_in_turn, until_one_fits
@@ -62,7 +61,7 @@ def edits(
     def saving(override: str, target: Target = target) -> int:
         """Computes the bytes that an override saves; 0 if the run is then illegal."""
         try:
-            edited = targets.validate_for(_edited(run, override), target)
+            edited = on_target.validate_for(_edited(run, override), target)
         except ConfigError:
             return 0
         return peak - memory.accounted_peak(memory.components(edited, target))
@@ -239,13 +238,13 @@ def _split_sequences(
     run = composition.config
     shape = composition.shape
     parts = run.batch.accumulation
-    size = shape.sizes[CONTEXT]
+    size = shape.sizes[axes.CONTEXT]
     has_one_sequence = run.batch.global_size == parts * shape.batch_shards
     if composition.microbatches > 1 or not has_one_sequence:
         return
     overrides = [
         f"mesh.context={n} mesh.fsdp=-1 mesh.data=1 batch.accumulation={parts * n // size}"
-        for n in layouts.context_sizes(run, shape.num_devices)
+        for n in on_target.context_sizes(run, shape.num_devices)
         if n > size and n % size == 0
     ]
     override = best(overrides)

@@ -14,7 +14,8 @@ from jaxdist.ops.costs import Share
 from jaxdist.ops.experts.costs import rounds
 from jaxdist.parallel import remat
 from jaxdist.parallel.axes import (
-    EXPERT_AXES,
+    CONTEXT,
+    EXPERT,
     PARAMETER_SHARDS,
     SEQUENCE_AXES,
     STEP_AXES,
@@ -29,9 +30,6 @@ from jaxdist.step import reduction
 from jaxdist.trainer import compose
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import RunConfig
-
-(EXPERT,) = EXPERT_AXES
-(CONTEXT,) = SEQUENCE_AXES
 
 
 @dataclass(frozen=True)

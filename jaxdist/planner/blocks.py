@@ -17,9 +17,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxdist.parallel import execution, remat
 from jaxdist.planner.observed import LANES
+from jaxdist.protocols.dim_names import EXPERTS, Names, has_experts
 from jaxdist.protocols.model import BlockInfo, apply_block, shared_fields
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
-from jaxdist.protocols.param_names import EXPERTS, Names, has_experts
 from jaxdist.telemetry.flops import Call, declared_call
 from jaxdist.trainer import compose
 from jaxdist.trainer.compose import Composition

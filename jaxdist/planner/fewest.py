@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.parallel.axes import divisors
-from jaxdist.planner import layouts, memory, targets
+from jaxdist.planner import memory, on_target, targets
 from jaxdist.planner.compiler import Say
 from jaxdist.planner.document import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan
 from jaxdist.planner.plan import make_plan
@@ -258,7 +258,7 @@ def _best_context(run: RunConfig, target: Target, zero: int) -> Row:
     rows = list[Row]()
     error = ConfigError(f"{target.text}: no layout")
     configured = max(run.mesh.context, 1)
-    for size in layouts.context_sizes(run, target.num_devices):
+    for size in on_target.context_sizes(run, target.num_devices):
         if size < configured:
             continue
         try:
@@ -298,9 +298,9 @@ def _row(run: RunConfig, target: Target, zero: int, *, proposed: bool = False) -
     most = target.usable_bytes or 0
     best: Row | None = None
     run = compose.with_overrides(run, {"batch.accumulation": 1})
-    composition = targets.validate_for(run, target)
+    composition = on_target.validate_for(run, target)
     shape = composition.shape
-    slow = next(layouts.slow_axes(target, shape), None)
+    slow = next(on_target.slow_axes(target, shape), None)
     if proposed and slow:
         raise ConfigError(f"{target.text}: {slow}")
     for parts in divisors(run.batch.global_size // shape.batch_shards):

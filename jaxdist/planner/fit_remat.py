@@ -14,9 +14,9 @@ from jaxdist.distributed import coordination
 from jaxdist.parallel.remat import FIT, RematConfig
 from jaxdist.planner import targets
 from jaxdist.planner.compiler import Say
+from jaxdist.planner.on_target import validate_for
 from jaxdist.planner.policies import Policies
 from jaxdist.planner.remat_search import fit, overrides
-from jaxdist.planner.targets import validate_for
 from jaxdist.telemetry.units import time_text
 from jaxdist.trainer import compose, elastic, workdir
 from jaxdist.trainer.run_config import RunConfig
@@ -40,7 +40,7 @@ def resolve(
       run: the config.
       devices: the devices of the run.
       folder: the run's folder; None if it has none.
-      full_devices: see `trainer.train`.
+      full_devices: see `training.train`.
       say: called with each stage of the work.
 
     Raises:

@@ -41,7 +41,7 @@ from jaxdist.planner.state import (
     shard_size,
 )
 from jaxdist.planner.targets import Target
-from jaxdist.protocols.param_names import has_experts
+from jaxdist.protocols.dim_names import has_experts
 from jaxdist.telemetry.units import GIB
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.costs import costs_of

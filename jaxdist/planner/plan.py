@@ -10,7 +10,7 @@ import jax
 
 from jaxdist.config import ConfigError
 from jaxdist.parallel import placement
-from jaxdist.planner import advice, memory, show, targets
+from jaxdist.planner import advice, memory, on_target, show, targets
 from jaxdist.planner.calibration import Calibration
 from jaxdist.planner.compiled_step import tokens_per_step, with_compiled
 from jaxdist.planner.compiler import (
@@ -79,7 +79,7 @@ def plan_by_arithmetic(run: RunConfig, target: Target) -> Plan:
     Raises:
       ConfigError: the run cannot be laid out on the target.
     """
-    composition = targets.validate_for(run, target)
+    composition = on_target.validate_for(run, target)
     return Plan(
         composition=composition,
         target=target,

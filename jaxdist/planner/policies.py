@@ -16,8 +16,9 @@ from jaxdist.planner import layouts, memory
 from jaxdist.planner.arithmetic import Estimate, Model
 from jaxdist.planner.layouts import Candidate
 from jaxdist.planner.observed import HIDES_TRANSFERS
+from jaxdist.planner.on_target import validate_for
 from jaxdist.planner.state import HOST_STATE
-from jaxdist.planner.targets import Target, validate_for
+from jaxdist.planner.targets import Target
 from jaxdist.trainer import compose
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import RunConfig

@@ -14,11 +14,11 @@ from jaxdist.parallel.remat import RematConfig
 from jaxdist.planner import layouts
 from jaxdist.planner.compiler import CompileOptions, Say
 from jaxdist.planner.document import Plan
-from jaxdist.planner.layouts import Candidate
+from jaxdist.planner.layouts import Candidate, CompiledLayout
 from jaxdist.planner.plan import make_plan
 from jaxdist.planner.policies import Policies
 from jaxdist.planner.targets import Target
-from jaxdist.planner.trials import CompiledLayout, compile_in_turn
+from jaxdist.planner.trials import compile_in_turn
 from jaxdist.telemetry.units import gib_text, time_text
 from jaxdist.trainer.run_config import RunConfig
 

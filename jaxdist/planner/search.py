@@ -16,15 +16,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from jaxdist.planner import layouts
-from jaxdist.planner.arithmetic import EXPERT
+from jaxdist.parallel.axes import EXPERT
+from jaxdist.planner import layouts, on_target
 from jaxdist.planner.compiler import CompileOptions, Say
 from jaxdist.planner.document import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan
-from jaxdist.planner.layouts import Candidate
+from jaxdist.planner.layouts import Candidate, CompiledLayout
 from jaxdist.planner.plan import make_plan
 from jaxdist.planner.show import new_table, print_lines
 from jaxdist.planner.targets import Target
-from jaxdist.planner.trials import CompiledLayout, compile_in_turn
+from jaxdist.planner.trials import compile_in_turn
 from jaxdist.telemetry.units import GIB, gib_text, time_text
 from jaxdist.trainer.run_config import RunConfig
 
@@ -143,7 +143,7 @@ def search(
     """
     began = time.monotonic()
     cpu = _cpu_seconds()
-    meshes, illegal = layouts.legal_meshes(run, target)
+    meshes, illegal = on_target.legal_meshes(run, target)
     candidates = list(layouts.candidates(meshes, target, expert_load))
     fitting, counts = _select_fitting(candidates, target)
     say("; ".join(f"{n} {name}" for name, n in counts.items()))

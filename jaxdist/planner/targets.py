@@ -33,10 +33,6 @@ from jaxdist.planner.observed import (
     TABLE,
     Observed,
 )
-from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.trainer import product_formats, validation
-from jaxdist.trainer.compose import Composition
-from jaxdist.trainer.run_config import RunConfig
 
 # Families whose slices Google Cloud names by TensorCores: v5p-8 has 4 chips.
 _NAMED_BY_CORES = ("v4", "v5p")
@@ -271,29 +267,6 @@ def _axis_link(target: Target, axis: str, sizes: _Sizes, dcn: _Sizes) -> Link:
     )
     groups = ids.reshape(math.prod(ids.shape[: len(others)]), -1).tolist()
     return min(map(target.group_link, groups), key=lambda link: link.bytes_per_s)
-
-
-def validate_for(
-    run: RunConfig, target: Target, spec: ModelSpec | None = None
-) -> Composition:
-    """Composes a run on a target's devices and checks it, without its data.
-
-    Args:
-      run: the config.
-      target: the hardware.
-      spec: the run's model, if it is known.
-
-    Raises:
-      ConfigError: the run cannot be laid out on the target, or its chips have no units
-        for the run's matmuls.
-    """
-    faults = list(product_formats.unit_faults(run, target.platform, target.device_kind))
-    if faults:  # they exist in every layout
-        raise ConfigError(faults)
-    slices = target.num_slices if target.platform == "tpu" else None
-    return validation.validate_on(
-        run, target.num_devices, slices, with_data=False, spec=spec
-    )
 
 
 # --- parsing --------------------------------------------------------------------------

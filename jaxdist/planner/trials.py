@@ -11,11 +11,7 @@ the next one to compile from the results so far:
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
-
-from jaxdist.planner.document import Plan
-from jaxdist.planner.layouts import Candidate
 
 
 class CompiledCandidate(Protocol):
@@ -59,31 +55,3 @@ def until_one_fits(
         return next(remaining, None)
 
     return choose
-
-
-@dataclass(frozen=True)
-class CompiledLayout:
-    """A layout and its plan after compilation."""
-
-    candidate: Candidate
-    plan: Plan
-
-    @property
-    def fits(self) -> bool | None:
-        """True if the layout fits; None if the compiler gave no answer."""
-        return self.plan.fits
-
-    @property
-    def seconds(self) -> float:
-        """The estimated step time, or the time of the busiest link if that is longer.
-
-        Layouts are ranked by it. The estimate alone treats most asynchronous
-        communication of a TPU step as hidden, which favors layouts with busy links.
-        """
-        if self.plan.time.step_s is None:
-            return self.candidate.estimate.step_s
-        busy = dict[str, float]()
-        for collective in self.plan.collectives:
-            link = collective.link.name if collective.link else ""
-            busy[link] = busy.get(link, 0.0) + collective.step_s
-        return max(self.plan.time.step_s, *busy.values(), 0.0)

@@ -15,8 +15,8 @@ from jaxdist.parallel.axes import STATE_AXES
 from jaxdist.planner import memory
 from jaxdist.planner.blocks import trace
 from jaxdist.planner.targets import Target
+from jaxdist.protocols.dim_names import has_experts
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.protocols.param_names import has_experts
 from jaxdist.trainer import compose, product_formats
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.costs import costs_of, itemsize_of

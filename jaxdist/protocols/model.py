@@ -214,7 +214,7 @@ Transform = Callable[[Block], Block]
 
 
 def unchanged(block: Block) -> Block:
-    """Returns a block as it is."""
+    """Gives a block back as it is: the default of what may wrap blocks."""
     return block
 
 

@@ -14,9 +14,9 @@ from flax import nnx
 from jaxdist.config import ConfigError, trees
 from jaxdist.config.patterns import is_found, pattern_faults
 from jaxdist.protocols import param_names
+from jaxdist.protocols.dim_names import STACKED, Names
 from jaxdist.protocols.model import is_staged, layers_of, pattern_of
 from jaxdist.protocols.objective import NextToken, Objective, WholeModel, token_faults
-from jaxdist.protocols.param_names import Names
 from jaxdist.protocols.sample_sums import sums_over_samples
 
 Tree = Any  # nested dicts of arrays
@@ -154,7 +154,7 @@ class ModelSpec:
         """The names of the model state in the form of parameters: no stack dims."""
 
         def name(path: Any, leaf: Any) -> Names:
-            is_stacked = self.staged and path[0].key in param_names.STACKED
+            is_stacked = self.staged and path[0].key in STACKED
             dims: int = leaf.ndim - is_stacked
             return (None,) * dims
 

@@ -9,34 +9,13 @@ from flax import nnx
 
 from jaxdist.config import suggest
 from jaxdist.config.patterns import is_found, pattern_faults
-
-Names = tuple[str | None, ...]
-
-EXPERTS = "experts"  # dim of kernels, one element per expert
-
-# name -> mesh axis that computes with shards of this dim
-PARAMETER_AXES = {
-    "vocab": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "d_ff": "tensor",
-    EXPERTS: "expert",
-}
-
-# names of stack dims; "" is one without a name
-STACKS = ("chunks", "stages", "layers", "")
-
-# modules of a staged model whose parameters have a stack dim
-STACKED = ("first_blocks", "blocks")
-
-FSDP_NAME = "d_model"  # the dim that fsdp prefers to shard
-
-DIM_NAMES = (*PARAMETER_AXES, FSDP_NAME, "head_dim", "layers", "positions")
-
-
-def has_experts(names: Names) -> bool:
-    """Checks whether a parameter has a dim of experts."""
-    return EXPERTS in names
+from jaxdist.protocols.dim_names import (
+    DIM_NAMES,
+    STACKS,
+    Names,
+    in_stack,
+    unknown_names,
+)
 
 
 @dataclass(frozen=True)
@@ -102,12 +81,6 @@ def name_parameters(
     return names_by_path, faults
 
 
-def unknown_names(names: Names) -> list[str]:
-    """Lists the names that no mesh axis and no op knows, each once."""
-    known = {*DIM_NAMES, *STACKS, None}
-    return [str(name) for name in dict.fromkeys(names) if name not in known]
-
-
 def _unknown_fault(name: str, paths: Sequence[str]) -> str:
     """Formats the fault of a logical name that the model's parameters may not have."""
     others = ""
@@ -150,11 +123,6 @@ def _misfit(
                 f"{rule} a stack dim of {path} {what} the name {name}; call it layers"
             )
     return ""
-
-
-def in_stack(path: str) -> bool:
-    """Checks whether a path, "blocks/mlp/up", is in a stack of a staged model."""
-    return path.partition("/")[0] in STACKED
 
 
 def _parse_names(text: str) -> Names:

@@ -29,13 +29,13 @@ class Evaluation(NamedTuple):
 
     @property
     def row(self) -> dict[str, float]:
-        """Returns the fields of an evaluation row of metrics.jsonl."""
+        """The fields of an evaluation row of metrics.jsonl."""
         others = {f"eval_{name}": value for name, value in self.metrics.items()}
         return {"eval_loss": self.loss, "eval_tokens": self.tokens, **others}
 
     @property
     def perplexity(self) -> float:
-        """Returns exp(loss), or infinity if that overflows."""
+        """The exponential of the loss; infinity if that overflows."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def bits_per_byte(self, bytes_per_token: float) -> float:

@@ -1,25 +1,25 @@
 """The loss of a model as sums, and its gradients summed over a global batch."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.parallel import execution, precision
+from jaxdist.parallel import execution
 from jaxdist.parallel.pipeline.executor import pipeline_sums
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.pipeline.stage import Pipeline
 from jaxdist.parallel.pipeline.stage_params import StageParams
 from jaxdist.parallel.remat import RematConfig, recompute
+from jaxdist.protocols.dim_names import Names
 from jaxdist.protocols.model import Batch, Loss
 from jaxdist.protocols.model_spec import ModelSpec, Tree
-from jaxdist.protocols.param_names import STACKED, Names
 from jaxdist.step import loss_scale, reduction
+from jaxdist.step.assembly import assemble_model, build_assemble, gather_edges, names_of
 from jaxdist.step.batch_parts import split_batch
-from jaxdist.step.state import State
+from jaxdist.step.state import State, Sums
 
 
 class SumsFunction(Protocol):
@@ -56,18 +56,6 @@ class SumsFunction(Protocol):
         ...
 
 
-class Sums(NamedTuple):
-    """Sums over the global batch in float32, and the model's state after it.
-
-    The sums are not divided by the count.
-    """
-
-    gradients: Tree
-    loss: Loss
-    # the model's state after the batch; with several accumulation steps, that before it
-    model_state: Tree
-
-
 def build_objective(
     spec: ModelSpec, *, compute: str, remat: RematConfig | str
 ) -> SumsFunction:
@@ -90,8 +78,8 @@ def build_objective(
         scale: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Loss, Tree]]:
         if execution.current().manual and not spec.casts_itself:
-            trainable = _gather_edges(trainable)
-            frozen = _gather_edges(frozen)
+            trainable = gather_edges(trainable)
+            frozen = gather_edges(frozen)
         # The model's own random streams must differ between accumulation steps.
         stream_key = key
         if key is not None and spec.streams and "sample" in batch:
@@ -107,11 +95,6 @@ def build_objective(
         return total, (loss, after)
 
     return objective
-
-
-def names_of(spec: ModelSpec) -> StageParams:
-    """Reads the logical names of a model's arrays."""
-    return StageParams(spec.names, spec.frozen_names, spec.state_names)
 
 
 def build_pipelined(
@@ -150,65 +133,6 @@ def build_pipelined(
         return gradients, (loss, model_state)
 
     return pipelined
-
-
-def build_assemble(
-    spec: ModelSpec, compute: str, key: jax.Array | None
-) -> Callable[[StageParams], Any]:
-    """Builds the function that makes a model from the arrays of a stage.
-
-    Args:
-      spec: the model with blocks by stage.
-      compute: dtype of matrix products and activations.
-      key: key of the model's random streams; see `ModelSpec.assemble`.
-    """
-
-    def assemble(params: StageParams) -> Any:
-        trainable = params.trainable
-        frozen = params.frozen
-        if not spec.casts_itself:
-            trainable = _gather_edges(trainable)
-            frozen = _gather_edges(frozen)
-        return assemble_model(
-            spec, compute, trainable, params.model_state, frozen, key=key
-        )
-
-    return assemble
-
-
-def _gather_edges(tree: Tree) -> Tree:
-    """Gathers the parameters outside of the blocks, within a manual region.
-
-    XLA's partitioner aborts on an index into a table that is sharded in such a region
-    ("Check failed: partition_group_list", spmd_partitioner_util.cc). The embeddings of
-    `jaxdist.ops` need no index, so models built of them are not gathered.
-    """
-    now = execution.current()
-    whole = P()
-    return {
-        name: subtree
-        if name in STACKED
-        else jax.tree.map(lambda x: now.constrain(x, whole), subtree)
-        for name, subtree in tree.items()
-    }
-
-
-def assemble_model(
-    spec: ModelSpec,
-    compute: str,
-    trainable: Tree,
-    model_state: Tree,
-    frozen: Tree,
-    *,
-    key: jax.Array | None,
-) -> Any:
-    """Makes the model from its arrays, with its parameters in the compute dtype.
-
-    The model's state keeps its dtype, and so do parameters that the model casts itself.
-    """
-    if not spec.casts_itself:
-        trainable, frozen = precision.cast((trainable, frozen), compute)
-    return spec.assemble(trainable, model_state, frozen, key=key)
 
 
 def sum_gradients(

@@ -20,8 +20,8 @@ from jaxdist.config import trees
 from jaxdist.parallel import execution
 from jaxdist.parallel.offload import HOST, on_host, to_device, to_host
 from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.dim_names import STACKED, STACKS, Names
 from jaxdist.protocols.model_spec import Tree
-from jaxdist.protocols.param_names import STACKED, STACKS, Names
 
 Leaves = dict[str, Any]  # leaves of a tree by name
 

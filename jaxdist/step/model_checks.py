@@ -17,7 +17,7 @@ from jaxdist.protocols.model import (
     has_metrics,
 )
 from jaxdist.protocols.model_spec import ModelSpec, Tree
-from jaxdist.step.prepare import abstract_batch
+from jaxdist.step.objective_fields import abstract_batch
 
 METRICS = "metrics(self, batch) -> {name: sum, or (sum, count)}; rename it if it is for something else"
 
@@ -47,8 +47,8 @@ def faults(spec: ModelSpec, *, stages: int = 1) -> Iterator[str]:
 
 def check_model(
     spec: ModelSpec, batch: Mapping[str, Any], *, accumulation: int = 1, stages: int = 1
-) -> list[str]:
-    """Lists the reasons why a model cannot be trained on such batches.
+) -> None:
+    """Checks that a model can be trained on such batches.
 
     A start calls this before it opens the data, and again when it traces the step. The
     model is traced only once, as a program that never runs. What an op warns of there,
@@ -61,18 +61,18 @@ def check_model(
       accumulation: number of accumulation steps of a batch.
       stages: stages of the pipeline; 1 = no pipeline.
 
-    Returns:
-      The reasons; [] if the model can be trained.
+    Raises:
+      ConfigError: it cannot, with a line for each reason.
     """
     shapes = frozenset(
         (name, x.shape, jax.numpy.dtype(x.dtype)) for name, x in batch.items()
     )
     case = (shapes, accumulation, stages)
     if case in spec.passed:
-        return []
+        return
     causes = list(faults(spec, stages=stages))
     if causes:
-        return causes
+        raise ConfigError(causes)
     # the method under test, for `_blame`
     method = f"{type(spec.objective).__name__}.prepare(modules, batch)"
     try:
@@ -83,16 +83,16 @@ def check_model(
             stats, changed = _trace(spec, prepared)
             method = "metrics(batch)"
             _trace_metrics(spec, prepared)
-    except ConfigError as error:
-        return list(error.faults)
+    except ConfigError:
+        raise
     except Exception as error:  # a model's code may raise anything
-        return [_blame(spec, method, batch, error)]
+        raise ConfigError(_blame(spec, method, batch, error)) from None
     causes = _state_faults(
         spec, stats=stats, changed=changed, accumulation=accumulation, stages=stages
     )
-    if not causes:
-        spec.passed.add(case)
-    return causes
+    if causes:
+        raise ConfigError(causes)
+    spec.passed.add(case)
 
 
 def _state_faults(

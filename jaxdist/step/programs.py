@@ -5,31 +5,28 @@ returns (state, metrics, mean gradients). `TrainStep.step` is the same function 
 the gradients in its result, so XLA need not keep them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jaxdist.config import ConfigError
 from jaxdist.parallel import execution
-from jaxdist.parallel.formats.format import Recipe
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import Batch, as_metrics, has_metrics
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.step import model_checks, reduction
+from jaxdist.step.assembly import assemble_model, names_of
 from jaxdist.step.evaluation import LossSums
 from jaxdist.step.gradients import (
     SumsFunction,
-    assemble_model,
     build_objective,
     build_pipelined,
-    names_of,
     sum_gradients,
 )
 from jaxdist.step.loss_scale import factor
-from jaxdist.step.prepare import abstract_batch, aux_over_targets, build_prepare
+from jaxdist.step.objective_fields import aux_over_targets
+from jaxdist.step.prepare import build_prepare
 from jaxdist.step.state import Metrics, State
 from jaxdist.step.step_config import STEPS, StepConfig, key_of
 from jaxdist.step.update import UpdateRule, apply_stats
@@ -68,11 +65,7 @@ def build_step_with_gradients(
     chosen = reduction.choose(spec, rules, setting, microbatches=microbatches)
 
     def inspect(state: State, batch: Batch) -> tuple[State, Metrics, Tree]:
-        faults = model_checks.check_model(
-            spec, batch, accumulation=accumulation, stages=stages
-        )
-        if faults:
-            raise ConfigError(faults)
+        model_checks.check_model(spec, batch, accumulation=accumulation, stages=stages)
         with execution.activate(
             mesh,
             rules,
@@ -168,34 +161,3 @@ def build_gradients(
         return jax.grad(objective, has_aux=True), objective
     build = partial(build_pipelined, spec, config.staging, compute=config.compute)
     return build(backward=True), build(backward=False)
-
-
-def forward_program(
-    spec: ModelSpec,
-    batch: Mapping[str, Any],
-    *,
-    compute: str,
-    recipe: Recipe | None = None,
-) -> Any:
-    """Traces the objective of a batch without gradients.
-
-    Args:
-      spec: the model with flat blocks.
-      batch: arrays or their shapes by name, without the objective's fields.
-      compute: dtype of matrix products.
-      recipe: number format of large kernels' products; None = `compute`.
-
-    Returns:
-      The jaxpr.
-    """
-    objective = build_objective(spec, compute=compute, remat="none")
-
-    def forward(trainable: Tree, model_state: Tree, frozen: Tree, batch: Batch) -> Any:
-        total, _ = objective(trainable, model_state, frozen, batch, None)
-        return total
-
-    with execution.activate(compute=compute, recipe=recipe):
-        prepared = abstract_batch(spec, batch)
-        return jax.make_jaxpr(forward)(
-            spec.trainable, spec.model_state, spec.frozen, prepared
-        )

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from jaxdist.config import ConfigError, trees
 from jaxdist.parallel.sharding import Rules, is_vector
+from jaxdist.protocols.dim_names import Names
 from jaxdist.protocols.model import Batch
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.protocols.param_names import Names
 from jaxdist.protocols.sample_sums import who_sums_over_samples
 
 Reduce = Literal["auto", "each", "once"]

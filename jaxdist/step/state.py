@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 
 from jaxdist.parallel.offload import to_device
+from jaxdist.protocols.model import Loss
 from jaxdist.protocols.model_spec import Tree
 from jaxdist.step.loss_scale import LossScale
 
@@ -27,7 +28,7 @@ class State(NamedTuple):
 
     @property
     def model_arrays(self) -> tuple[Tree, Tree, Tree]:
-        """Returns the arguments of `ModelSpec.assemble` for an evaluation.
+        """The arguments of `ModelSpec.assemble` for an evaluation.
 
         If the run has a moving average, it replaces the weights.
         """
@@ -49,3 +50,15 @@ class OptState(NamedTuple):
     # (`trainer.health`).
     skipped: jax.Array
     loss_scale: LossScale | None = None  # None = gradients are not scaled
+
+
+class Sums(NamedTuple):
+    """Sums over the global batch in float32, and the model's state after it.
+
+    The sums are not divided by the count.
+    """
+
+    gradients: Tree
+    loss: Loss
+    # the model's state after the batch; with several accumulation steps, that before it
+    model_state: Tree

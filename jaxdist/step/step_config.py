@@ -40,7 +40,7 @@ class StepConfig:
 
     @property
     def total_microbatches(self) -> int:
-        """Returns the product accumulation x microbatches of a step's batch."""
+        """The product accumulation x microbatches of a step's batch."""
         return self.accumulation * (self.staging.microbatches if self.staging else 1)
 
 

@@ -17,13 +17,12 @@ from jaxdist.optim.schedules import Schedule, rate_of_one
 from jaxdist.parallel import execution
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.dim_names import Names
 from jaxdist.protocols.model import Batch
 from jaxdist.protocols.model_spec import ModelSpec, Tree
-from jaxdist.protocols.param_names import Names
 from jaxdist.step import loss_scale
-from jaxdist.step.gradients import Sums
 from jaxdist.step.layerwise import LayerwiseUpdate, Scalars, Trained, build_groups
-from jaxdist.step.state import Metrics, OptState, State
+from jaxdist.step.state import Metrics, OptState, State, Sums
 
 _LANES = 128  # lanes of a TPU's vector registers
 # largest stats that metrics include in full: those of 256 layers with 256 experts

@@ -57,7 +57,7 @@ _clocks = [Clock()]  # the last one is the current clock
 
 
 def current() -> Clock:
-    """Returns the clock of the run in this process."""
+    """Finds the clock of the run in this process."""
     return _clocks[-1]
 
 

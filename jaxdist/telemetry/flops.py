@@ -32,7 +32,7 @@ class Call(Protocol):
 
     @property
     def flops(self) -> float:
-        """Returns the FLOPs of the forward pass."""
+        """The FLOPs of the forward pass."""
 
     def kept(
         self, rules: Any, tokens: int, itemsize: int, platform: str

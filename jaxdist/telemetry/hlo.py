@@ -124,12 +124,12 @@ class Instruction:
 
     @property
     def opcode(self) -> str:
-        """Returns the opcode, such as "dot", "fusion" or "while"."""
+        """The opcode, such as "dot", "fusion" or "while"."""
         return self._split[1]
 
     @property
     def types(self) -> list[tuple[str, Shape]]:
-        """Returns the dtype and shape of the result; several for a tuple."""
+        """The dtype and shape of the result; several for a tuple."""
         return [
             (dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
             for dtype, dims in _SHAPE.findall(self._split[0])
@@ -137,7 +137,7 @@ class Instruction:
 
     @property
     def shape(self) -> Shape:
-        """Returns the shape of the result; () for a token.
+        """The shape of the result; () for a token.
 
         For a tuple it is the shape of the first part.
         """
@@ -145,22 +145,22 @@ class Instruction:
 
     @property
     def dtype(self) -> str:
-        """Returns the dtype of the result; for a tuple that of the first part."""
+        """The dtype of the result; for a tuple that of the first part."""
         return next((dtype for dtype, _ in self.types), "")
 
     @property
     def operands(self) -> list[str]:
-        """Returns the names of the operands in order."""
+        """The names of the operands in order."""
         return re.findall(r"%([\w.\-]+)", self._split[2])
 
     @property
     def parameter_number(self) -> int:
-        """Returns the index of a parameter in its computation."""
+        """The index of a parameter in its computation."""
         return int(self._split[2].strip(")"))
 
     @property
     def attributes(self) -> str:
-        """Returns the text after the operands.
+        """The text after the operands.
 
         It holds dimension numbers, calls, metadata and backend_config.
         """
@@ -168,7 +168,7 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """Returns the TPU compiler's estimate of the cycles.
+        """The TPU compiler's estimate of the cycles.
 
         It is 0 for kernels and collectives, and on other platforms.
         """
@@ -177,12 +177,12 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Returns the path of JAX transformations and primitives, or ""."""
+        """The path of JAX transformations and primitives, or ""."""
         return _first(_OP_NAME, self.text)
 
     @property
     def group(self) -> tuple[int, ...]:
-        """Returns the first group of devices that a collective spans; () = all.
+        """The first group of devices that a collective spans; () = all.
 
         Devices are ids of the executable. For a permute, they are a sender and its
         receiver.

@@ -530,7 +530,7 @@ def _read_last(
 
 
 def _file_of(path: str | os.PathLike[str], name: str) -> Path:
-    """Returns the file of this name in a folder, or the path itself if it is none."""
+    """Finds the file of this name in a folder; a path that is no folder is the file."""
     path = Path(path)
     return path / name if path.is_dir() else path
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from jax.sharding import Sharding
 
-from jaxdist.data import Dataset, open_dataset
 from jaxdist.data.balance import Balancer, StepGrid
+from jaxdist.data.dataset import Dataset
 from jaxdist.data.loader import Loader
+from jaxdist.data.opening import open_dataset
 from jaxdist.ops import context_attention
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import compose

@@ -120,7 +120,7 @@ class KeepBest(Callback):
         )
 
     def state(self) -> Any:
-        """Returns the record of the best evaluation."""
+        """Gives the record of the best evaluation."""
         return self._best
 
     def on_evaluate(self, view: StepView, row: Mapping[str, float]) -> None:

@@ -72,12 +72,12 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """Returns the run's config, refitted to the devices of an elastic run."""
+        """The run's config, refitted to the devices of an elastic run."""
         return self.composition.config
 
     @property
     def spec(self) -> ModelSpec:
-        """Returns the run's model."""
+        """The run's model."""
         return self.composition.spec
 
     def stop(self, reason: str, fix: str = "") -> None:
@@ -296,7 +296,7 @@ class Callback:
         """Runs after the last step and the last save."""
 
     def state(self) -> Any:
-        """Returns the callback's state for checkpoints, as JSON; None = no state."""
+        """Gives the callback's state for checkpoints, as JSON; None = no state."""
         return None
 
     def load(self, state: Any) -> None:

@@ -1,7 +1,7 @@
-"""The command lines of jaxdist: their flags, and the RunConfig that they make.
+"""The command lines that take a config: their flags, and the RunConfig that they make.
 
-Commands that start a run take `--config NAME --config.a.b=value`. Commands that use a
-trained run take `--workdir`.
+Commands that start a run take `--config NAME --config.a.b=value`. `workdir_parser` has
+the parser of commands that use a trained run.
 """
 
 import argparse
@@ -15,19 +15,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxdist.config import (
-    ConfigError,
-    Parser,
-    assigned,
-    files,
-    schema,
-    suggest,
-)
-from jaxdist.config.redact import without_secrets
-from jaxdist.distributed import initialize
+from jaxdist.config import ConfigError, assigned, files, schema, suggest
+from jaxdist.config.command_line import Parser, add_trust
 from jaxdist.models import registry
-from jaxdist.parallel.axes import AXES
-from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.storage import run_format
 from jaxdist.trainer import (
     fine_tuning,
@@ -37,7 +27,6 @@ from jaxdist.trainer import (
     workdir,
 )
 from jaxdist.trainer.default_workdir import default_workdir
-from jaxdist.trainer.exit_code import print_error
 from jaxdist.trainer.run_config import (
     RunConfig,
     TrainConfig,
@@ -214,7 +203,7 @@ def _print_fields(config: ConfigDict, fields: schema.Schema, words: str) -> None
     text = files.help_text(config, fields, words=words, width=width)
     if not words:
         print()  # below the help of the flags
-    print(without_secrets(text))
+    print(text)
 
 
 def _take_overrides(
@@ -392,83 +381,3 @@ def _config_in_workdir(flags: argparse.Namespace, target: str) -> RunConfig | No
     if not (folder / workdir.CONFIG).is_file():
         return None
     return workdir.read_config(folder, named=target, trust_code=flags.trust_code)
-
-
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag --trust-code."""
-    parser.add_argument(
-        "--trust-code",
-        action="store_true",
-        help="execute the model code that a stored config names (docs/security.md)",
-    )
-
-
-# --- commands that use a trained run --------------------------------------------------
-
-
-def _step(text: str) -> int | str:
-    return text if text == "best" else int(text)
-
-
-class WorkdirParser(Parser):
-    """The parser of a command that uses a trained run: --workdir, --step and --mesh."""
-
-    def __init__(self, name: str, description: str | None) -> None:
-        super().__init__(prog=f"jaxdist {name}", description=description)
-        self.add_argument(
-            "--workdir", required=True, type=Path, help="folder of the run"
-        )
-        self.add_argument(
-            "--step",
-            type=_step,
-            help="checkpoint to read, or best (default: the newest)",
-        )
-        self.add_argument(
-            "--mesh",
-            help="AXIS=SIZE,..., e.g. fsdp=4,tensor=2 (default: one that fits); context for long texts",
-        )
-        self.add_argument(
-            "--config.model.target",
-            dest="target",
-            metavar="TARGET",
-            help="the run's model, if it is your own; only this code is trusted",
-        )
-        add_trust(self)
-
-
-def run_options(flags: argparse.Namespace) -> dict[str, Any]:
-    """Joins the processes and makes the options of `loading.load_run`.
-
-    Standard output is kept for results, so messages go to standard error.
-
-    Args:
-      flags: flags of a WorkdirParser.
-
-    Raises:
-      ConfigError: --mesh is no valid mesh.
-    """
-    mesh = None
-    if flags.mesh:
-        sizes = dict(part.partition("=")[::2] for part in flags.mesh.split(","))
-        axes = {
-            name.strip(): int(n) if n.strip().isdecimal() else n
-            for name, n in sizes.items()
-        }
-        known = schema.schema_of(MeshConfig)
-        unknown = [name for name in axes if name not in known]
-        if unknown:
-            raise ConfigError(
-                f"--mesh: there is no axis {name!r}.{suggest(name, known)} "
-                f"Axes: {', '.join(AXES)}"
-                for name in unknown
-            )
-        mesh = schema.from_config_dict(MeshConfig, axes)
-    print_error(initialize.prepare())
-    return {
-        "folder": flags.workdir,
-        "step": flags.step,
-        "mesh": mesh,
-        "log": print_error,
-        "target": flags.target,
-        "trust_code": flags.trust_code,
-    }

@@ -15,7 +15,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxdist.data import sample_shapes
+from jaxdist.data.config import sample_shapes
 from jaxdist.models import lora, registry
 from jaxdist.optim import schedules
 from jaxdist.parallel.mesh import MeshShape, build_mesh
@@ -135,12 +135,12 @@ class Composition:
 
     @property
     def shape(self) -> MeshShape:
-        """Returns the sizes of the mesh axes."""
+        """The sizes of the mesh axes."""
         return self.rules.shape
 
     @functools.cached_property
     def staging(self) -> Staging | None:
-        """Returns the partition of the layers into stages; None without a pipeline."""
+        """The partition of the layers into stages; None without a pipeline."""
         stages = self.shape.sizes["pipeline"]
         if stages == 1:
             return None
@@ -155,24 +155,24 @@ class Composition:
 
     @functools.cached_property
     def spec_by_stage(self) -> ModelSpec:
-        """Returns the model as the step holds it: with a pipeline, layers by stage."""
+        """The model as the step holds it: with a pipeline, layers by stage."""
         if self.staging is None:
             return self.spec
         return self.staging.spec_by_stage(self.spec)
 
     @property
     def microbatches(self) -> int:
-        """Returns the microbatches of an accumulation step; 1 without a pipeline."""
+        """The microbatches of an accumulation step; 1 without a pipeline."""
         return self.config.pipeline.microbatches_for(self.shape.sizes["pipeline"])
 
     @property
     def total_microbatches(self) -> int:
-        """Returns the product accumulation x microbatches of a step's batch."""
+        """The product accumulation x microbatches of a step's batch."""
         return self.config.batch.accumulation * self.microbatches
 
     @property
     def loss_scale(self) -> DynamicLossScale | None:
-        """Returns the rule of the loss scale; None if gradients are not scaled."""
+        """The rule of the loss scale; None if gradients are not scaled."""
         precision = self.config.precision
         if not precision.format.scales_loss:
             return None

@@ -6,13 +6,8 @@ from collections.abc import Callable
 import jax
 
 from jaxdist.checkpoint.folders import CheckpointError
-from jaxdist.config import (
-    EXIT_CONFIG,
-    EXIT_NO_CHECKPOINT,
-    ConfigError,
-    print_faults,
-    quiet_pipe,
-)
+from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT, ConfigError
+from jaxdist.config.command_line import print_faults, quiet_pipe
 from jaxdist.config.extras import MissingExtra
 from jaxdist.config.redact import without_secrets
 from jaxdist.distributed.coordination import PeerFailed

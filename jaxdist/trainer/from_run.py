@@ -1,10 +1,11 @@
-"""The weights of another run as initial weights: its step, and the arrays that fit.
+"""Another run as initial weights: the config that it implies, and the arrays that fit.
 
 The other run is called the source. Its checkpoints are verified like any others, by
 manifest and checksums. `source_run` finds it and reads its config.
 """
 
 import functools
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,6 +17,8 @@ from jaxdist.checkpoint import state_dict
 from jaxdist.checkpoint.folders import ArrayInfo, CheckpointError, StepInfo
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, trees
+from jaxdist.data.sources import table
+from jaxdist.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from jaxdist.models import registry
 from jaxdist.models.model_values import (
     POSITIONS,
@@ -25,7 +28,7 @@ from jaxdist.models.model_values import (
 )
 from jaxdist.step.state import State
 from jaxdist.trainer import source_run
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_config import RunConfig, model_defaults
 from jaxdist.trainer.source_run import SourceRun, group_of
 from jaxdist.trainer.weight_source import (
     ImpliedConfig,
@@ -58,7 +61,7 @@ class AnotherRun:
 
     def config_of(self, config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
         """Reads the config of the source; see `WeightSource.config_of`."""
-        return source_run.implied_config(config, set_keys)
+        return _implied_config(config, set_keys)
 
     def open(self, target: Target) -> OpenedWeights:
         """Finds the source and its checkpoints; see `WeightSource.open`."""
@@ -68,6 +71,83 @@ class AnotherRun:
         store = CheckpointManager(source.checkpoints, config.checkpoint, mode="read")
         load = functools.partial(_load, target, source, store)
         return OpenedWeights(f"run {store.owner()}", load)
+
+
+# --- the implied config ---------------------------------------------------------------
+
+
+def _implied_config(config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
+    """Reads the config that init.from_run implies; see `WeightSource.config_of`.
+
+    A source implies no values if its model's class is neither the config's nor one of
+    jaxdist. Its arrays may still fit.
+
+    Raises:
+      ConfigError: the run does not exist, its class must be named in the config, or its
+        tokenizer is missing.
+    """
+    name = config.init.from_run
+    source = source_run.locate(name)
+    stored = source.config["model"]
+    target = stored.get("target")
+    config_target = config.model.get("target", registry.DEFAULT_TARGET)
+    nothing = ImpliedConfig({}, config.data.tokenizer, source.trained_with)
+    if not isinstance(target, str) or target == registry.USER_TARGET:
+        return nothing
+    if target != config_target:
+        if "model.target" in set_keys or config_target != registry.DEFAULT_TARGET:
+            return nothing
+        if not registry.is_installed(target):
+            raise ConfigError(
+                f"init.from_run={name}: its model is {target}, whose code a run's folder cannot make run; if "
+                f"you trust it, name it here, too: --config.model.target={target}"
+            )
+    values = for_logits(model_defaults(target) | stored)
+    tokenizer = _tokenizer(source, config, set_keys, values)
+    return ImpliedConfig(values, tokenizer, source.trained_with)
+
+
+def _tokenizer(
+    source: SourceRun,
+    config: ConfigDict,
+    set_keys: Collection[str],
+    values: Mapping[str, Any],
+) -> str:
+    """Chooses the value of data.tokenizer for the source's model.
+
+    Args:
+      source: the source.
+      config: the config of the new run.
+      set_keys: keys that the user has set.
+      values: the values of the source's model.
+
+    Raises:
+      ConfigError: the source's tokenizer is missing, and the new run needs it.
+    """
+    own_tokenizer: str = config.data.tokenizer
+    data = group_of(source.config, "data")
+    source_tokenizer = str(data.get("tokenizer", own_tokenizer))
+    if "data.tokenizer" in set_keys:
+        return own_tokenizer
+    kept = source.workdir / TOKENIZER_FILE if source.workdir else None
+    if kept and kept.is_file():
+        return str(kept)
+    # If the source's data has token ids, the default tokenizer says nothing: the ids
+    # come from an unknown tokenizer.
+    is_unknown = source_tokenizer == "bytes" and table.has_ids(str(data.get("source")))
+    if source_tokenizer == "bytes" and not is_unknown:
+        return source_tokenizer
+    if os.path.isfile(os.path.expanduser(source_tokenizer)):
+        return source_tokenizer
+    data_source = config.data.source
+    has_no_texts = table.has_ids(data_source) or table.has_samples(data_source)
+    needs_tokenizer = not has_no_texts and "vocab_size" in values
+    if needs_tokenizer and values["vocab_size"] != load_tokenizer("bytes").vocab_size:
+        raise ConfigError(
+            f"init.from_run={source.name}: its tokenizer ({source_tokenizer}) is not there, and no {TOKENIZER_FILE} "
+            f"beside its checkpoints; set data.tokenizer to the path of that file"
+        )
+    return own_tokenizer
 
 
 # --- the weights ----------------------------------------------------------------------

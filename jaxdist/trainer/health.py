@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxdist.config.groups.health import HealthConfig
-from jaxdist.data import Dataset
+from jaxdist.data.dataset import Dataset
 from jaxdist.data.packing import Batch
 
 # file of a workdir with the windows of batches that the run skips, each [first, end)
@@ -242,7 +242,7 @@ class SkippingDataset(Dataset):
         return self._whole.attention_work(self.position(step), global_size, chunks)
 
     def reader_state(self, step: int) -> Any:
-        """Returns the state of the caller's iterator after `step` updates."""
+        """Looks up the state of the caller's iterator after `step` updates."""
         return self._whole.reader_state(self.position(step))
 
     def go_to(self, step: int, state: Any) -> str:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from jax.sharding import Sharding
 
 from jaxdist.config import ConfigError
-from jaxdist.data import Dataset
 from jaxdist.data.config import parts_of
+from jaxdist.data.dataset import Dataset
 from jaxdist.protocols.model import Batch
 from jaxdist.step.evaluation import Evaluation, evaluate
 from jaxdist.step.state import State
@@ -59,7 +59,7 @@ def evaluation_interval(config: RunConfig, dataset: Dataset) -> int:
     return train.eval_every
 
 
-def lines(config: RunConfig, dataset: Dataset) -> list[str]:
+def evaluation_lines(config: RunConfig, dataset: Dataset) -> list[str]:
     """Describes the evaluations of train.eval_every=auto; [] for another value."""
     if config.train.eval_every != AUTO:
         return []

@@ -4,14 +4,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jaxdist.config import ConfigError, schema
+from jaxdist.config import ConfigError
 from jaxdist.models import registry
 from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry.loggers import known, logger
 from jaxdist.telemetry.loggers.background import BackgroundLogger
 from jaxdist.trainer import workdir
 from jaxdist.trainer.callbacks import Callback, Run
-from jaxdist.trainer.run_config import RunConfig, document_of
+from jaxdist.trainer.run_config import RunConfig, values_of
 
 KEY = "train.loggers"
 
@@ -76,7 +76,7 @@ def _logged_run(run: Run) -> logger.LoggedRun:
     """Describes a run to its loggers."""
     file = run.folder / workdir.RUN
     info: dict[str, Any] = run_format.unmarked(untrusted.read_json(file, dict), file)
-    flat = schema.flatten(document_of(run.config))
+    flat = values_of(run.config)
     return logger.LoggedRun(run.folder, flat, info, run.progress.step)
 
 

@@ -1,6 +1,6 @@
 """The training loop: steps, and between them callbacks, evaluations and checkpoints.
 
-The module docstring of `trainer.trainer` lists the calls that lead here.
+The module docstring of `trainer.training` lists the calls that lead here.
 
 Updates are numbered from 1 (`number`, and `StepView.step`) and batches from 0.
 `Progress.step` counts the updates that are done and recorded. Without skipped batches,
@@ -18,7 +18,7 @@ from jaxdist.distributed import coordination
 from jaxdist.step.state import Metrics, State
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import Display
-from jaxdist.trainer import batching, opening, restore, run_metadata
+from jaxdist.trainer import batching, restore, run_metadata
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd, StepView
 from jaxdist.trainer.health import Diverged, SkippingDataset, describe_window
 from jaxdist.trainer.held_out import evaluation_interval, score_held_out
@@ -81,7 +81,7 @@ class Trainer:
 
     @property
     def dataset(self) -> SkippingDataset:
-        """Returns the run's dataset. A rollback replaces it."""
+        """The run's dataset. A rollback replaces it."""
         assert self.run.dataset is not None
         return self.run.dataset
 
@@ -268,7 +268,7 @@ class Trainer:
             with self._paused(view, bucket=""):
                 self._evaluate(view)
         looks_at_clock = train.max_minutes > 0 and number >= self._next_look
-        if looks_at_clock and opening.is_lead():
+        if looks_at_clock and coordination.is_lead():
             self._look_at_clock(view)
         votes_at_row = self.callbacks.may_request and number % train.log_every == 0
         if due or evaluates or looks_at_clock or votes_at_row:

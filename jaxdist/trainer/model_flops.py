@@ -11,10 +11,10 @@ from jaxdist.models import lora, registry
 from jaxdist.ops import costs
 from jaxdist.optim.roles import role_of
 from jaxdist.parallel import execution
+from jaxdist.protocols.dim_names import Names, has_experts
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.protocols.objective import Terms, module_terms
-from jaxdist.protocols.param_names import Names, has_experts
-from jaxdist.step.programs import forward_program
+from jaxdist.step.forward_program import forward_program
 from jaxdist.telemetry import flops
 from jaxdist.telemetry.metrics import Throughput
 from jaxdist.trainer.compose import Composition, batch_shapes, targets_per_sample

@@ -6,10 +6,8 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
-
-from jaxdist.config import ConfigError, schema
-from jaxdist.data import Dataset
+from jaxdist.config import ConfigError
+from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import consistency, coordination
 from jaxdist.storage import run_format
 from jaxdist.telemetry.display import print_safe
@@ -23,20 +21,12 @@ from jaxdist.trainer import (
     workdir,
 )
 from jaxdist.trainer.callbacks import CallbackList, Run
-from jaxdist.trainer.run_config import RunConfig, document_of
-
-
-def is_lead() -> bool:
-    """Tests whether this is the first process, which writes the run's files.
-
-    Only the tokenizer's files are written by every process.
-    """
-    return jax.process_index() == 0
+from jaxdist.trainer.run_config import RunConfig, values_of
 
 
 def log(text: str) -> None:
     """Prints a line on the first process."""
-    if is_lead():
+    if coordination.is_lead():
         print_safe(text)
 
 
@@ -56,7 +46,7 @@ def check_workdir(folder: Path, config: RunConfig) -> None:
       ConfigError: a run would write or delete files outside of the workdir.
     """
     with coordination.raise_on_all():
-        if is_lead():
+        if coordination.is_lead():
             run_format.check_folder(folder)
             workdir.refuse_links(folder, config)
 
@@ -138,7 +128,7 @@ def store_steps(run: Run, requested: RunConfig) -> None:
     """
     config = _with_steps(requested, run.config.train.steps)
     with coordination.raise_on_all():
-        if is_lead():
+        if coordination.is_lead():
             workdir.write_config(run.folder, config)
 
 
@@ -167,19 +157,19 @@ def open_workdir(
         workdir; or the config does not fit the run in the workdir.
     """
     config = run.config
-    flat = schema.flatten(document_of(config))
+    flat = values_of(config)
     consistency.agree(lambda: flat | consistency.code(run.spec.model_class))
     with coordination.raise_on_all():
-        if is_lead():
+        if coordination.is_lead():
             workdir.check_run_versions(run.folder, config)
             source_run.refuse_own_folder(config, run.folder)
             stack.enter_context(workdir.workdir_lock(run.folder))
         callbacks.open(run)
-        if is_lead():
+        if coordination.is_lead():
             workdir.check_and_write_config(run.folder, requested)
         run.store = workdir.open_checkpoints(run.folder, config)
     stack.enter_context(run.store)
-    run.writer = MetricsWriter(run.folder, enabled=is_lead())
+    run.writer = MetricsWriter(run.folder, enabled=coordination.is_lead())
     stack.enter_context(contextlib.closing(run.writer))
     owner = run.store.owner()
     consistency.agree(

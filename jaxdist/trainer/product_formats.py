@@ -15,7 +15,7 @@ from jaxdist.hardware.chips import chip_for, platform_of
 from jaxdist.optim.roles import Role, role_of
 from jaxdist.parallel.formats.format import Recipe
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.step.programs import forward_program
+from jaxdist.step.forward_program import forward_program
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.trainer.run_config import RunConfig
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import jax
 
-from jaxdist.data import Dataset
+from jaxdist.data.dataset import Dataset
+from jaxdist.distributed import coordination
 from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import (
@@ -12,7 +13,6 @@ from jaxdist.trainer import (
     compose,
     held_out,
     model_flops,
-    opening,
     pipeline_report,
     run_metadata,
     step_lines,
@@ -30,7 +30,7 @@ def describe(
     """Writes run.json and prints a description of the run."""
     composition = run.composition
     devices = built.mesh.devices
-    if opening.is_lead():
+    if coordination.is_lead():
         workdir.write_json(
             run.folder / workdir.RUN,
             {
@@ -41,7 +41,7 @@ def describe(
             },
         )
     counts = step_lines.counts(composition)
-    opening.log(
+    run.note(
         f"mesh: {composition.shape} ({devices.size} x {devices.flat[0].device_kind}); {counts}"
     )
     lines = [
@@ -49,11 +49,11 @@ def describe(
         *batching.balancer(composition, dataset).lines(),
         *pipeline_report.lines(composition),
         *_epoch_lines(composition, dataset),
-        *held_out.lines(composition.config, dataset),
+        *held_out.evaluation_lines(composition.config, dataset),
         *schedule.lines(run),
     ]
     for line in lines:
-        opening.log(line)
+        run.note(line)
 
 
 def _epoch_lines(composition: Composition, dataset: Dataset) -> list[str]:

@@ -16,10 +16,9 @@ from jaxdist.checkpoint.folders import CheckpointError, StepInfo
 from jaxdist.checkpoint.manager import CheckpointManager, MakeAbstract, Restored
 from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError
-from jaxdist.data import Dataset
+from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import coordination
 from jaxdist.optim import schedules
-from jaxdist.optim.schedule_table import SCHEDULES
 from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry.metrics import iter_events
@@ -67,7 +66,7 @@ class SettledSchedule(NamedTuple):
         if not (by_rule or saves.save_at_end):
             return frozenset()
         optimizer = run.config.optimizer
-        if not SCHEDULES[optimizer.schedule].cools_down:
+        if not schedules.has_cooldown(optimizer):
             return frozenset()
         if not schedules.depends_on_train_steps(optimizer):
             return frozenset()
@@ -202,7 +201,7 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
             run.event("bad_checkpoint", step, reason=reason)
         raise
     workdir.check_stored_config(restored.metadata, run.config, store.folder, run.folder)
-    workdir.check_data(restored.metadata, dataset)
+    check_data(restored.metadata, dataset)
     if back_to is not None:
         _quarantine_undone(
             store,
@@ -210,6 +209,20 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
             f"the run went back to step {back_to}: train.steps was raised",
         )
     return restored
+
+
+def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:
+    """Checks that a run resumes with the data that it began with.
+
+    Raises:
+      ConfigError: the data has changed, so the run's position in it is meaningless.
+    """
+    known = metadata[run_metadata.FINGERPRINTS][run_metadata.DATA]
+    if known != dataset.fingerprint:
+        raise ConfigError(
+            f"the data has changed: the run has read {known}, {dataset.name} is {dataset.fingerprint} now; "
+            f"put the corpus and its settings back, or start anew with another --workdir"
+        )
 
 
 def require_run_metadata(abstract: Any) -> MakeAbstract:

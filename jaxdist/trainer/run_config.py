@@ -195,22 +195,22 @@ class RunConfig:
 
     @property
     def model_class(self) -> type:
-        """Returns the class that `model.target` names."""
+        """The class that `model.target` names."""
         return registry.find_model(self.model["target"])
 
     @property
     def model_options(self) -> dict[str, Any]:
-        """Returns the options of the model, without `target`."""
+        """The options of the model, without `target`."""
         return {name: value for name, value in self.model.items() if name != "target"}
 
     @property
     def model_config(self) -> Any:
-        """Returns the options as the model's Config; None if the model has none."""
+        """The options as the model's Config; None if the model has none."""
         return registry.model_config(self.model_class, self.model_options)
 
     @property
     def vocab_size(self) -> int | None:
-        """Returns the vocabulary's size; None if the model has no such option."""
+        """The vocabulary's size; None if the model has no such option."""
         return self.model.get("vocab_size")
 
 
@@ -223,6 +223,11 @@ def document_of(config: RunConfig) -> dict[str, Any]:
     document = redact.redacted(schema.to_config_dict(config).to_dict())
     assert isinstance(document, dict)
     return document
+
+
+def values_of(config: RunConfig) -> dict[str, Any]:
+    """Lists the values of a config by key, without the secrets of its URLs."""
+    return schema.flatten(document_of(config))
 
 
 # --- what may change on resume --------------------------------------------------------
@@ -239,7 +244,7 @@ def run_fingerprint(config: RunConfig) -> str:
 
     The hash skips values that may change on resume, such as the number of steps.
     """
-    values = schema.flatten(document_of(config))
+    values = values_of(config)
     for path in keys_that_may_change(config):
         values.pop(path, None)
     return schema.fingerprint(values)

@@ -3,10 +3,11 @@
 import jax
 
 from jaxdist.checkpoint.manager import NotOwner
-from jaxdist.data import SourceError
+from jaxdist.data.dataset import SourceError
+from jaxdist.distributed import coordination
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import EXTENDED
-from jaxdist.trainer import compose, elastic, model_flops, opening
+from jaxdist.trainer import compose, elastic, model_flops
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd
 from jaxdist.trainer.loop import Trainer, TrainingStopped
 from jaxdist.trainer.preemption import StopSignals
@@ -24,7 +25,7 @@ def build_display(run: Run) -> Display:
         first_step=run.progress.step,
         max_seconds=run.limit.left_s(),
         unit=compose.unit(run.config),
-        enabled=opening.is_lead(),
+        enabled=coordination.is_lead(),
     )
     run.note = display.note
     return display

@@ -1,4 +1,4 @@
-"""The run that `init.from_run` names, and the config that it implies.
+"""The run that `init.from_run` names: its checkpoints and its config.
 
 The run may still be training, so nothing is written, locked or moved there. Its config
 is data: no code that it names is imported.
@@ -7,27 +7,21 @@ is data: no code that it names is imported.
 import functools
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from ml_collections import ConfigDict
 
 from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.config import ConfigError, schema
 from jaxdist.config.extras import MissingExtra
-from jaxdist.data import load_tokenizer, tokenizer_config
-from jaxdist.data.sources import table
-from jaxdist.data.tokenizer import TOKENIZER_FILE
+from jaxdist.data import tokenizer_config
 from jaxdist.models import registry
-from jaxdist.models.model_values import for_logits
 from jaxdist.storage import run_format
 from jaxdist.storage.paths import is_local
 from jaxdist.trainer import run_metadata, workdir
-from jaxdist.trainer.run_config import RunConfig, model_defaults
-from jaxdist.trainer.weight_source import ImpliedConfig
+from jaxdist.trainer.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -41,7 +35,7 @@ class SourceRun:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """Returns the run's config from a checkpoint, not validated.
+        """The run's config from a checkpoint, not validated.
 
         Raises:
           ConfigError: the step does not exist, or the run has no checkpoint.
@@ -51,7 +45,7 @@ class SourceRun:
 
     @property
     def trained_with(self) -> dict[str, Any]:
-        """Returns the config by key; {} if the run has converted weights, not trained.
+        """The config by key; {} if the run has converted weights, not trained.
 
         Raises:
           ConfigError: see `config`.
@@ -103,7 +97,7 @@ class SourceRun:
 
     @property
     def small_files(self) -> Path | None:
-        """Returns the folder of Hugging Face files that the run keeps; None: none."""
+        """The folder of Hugging Face files that the run keeps; None: none."""
         if self.workdir is None:
             return None
         kept = self.workdir / tokenizer_config.HUGGINGFACE
@@ -215,80 +209,3 @@ def group_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Reads a group of a config that is not validated; {} if there is none."""
     group = config.get(name)
     return dict(group) if isinstance(group, dict) else {}
-
-
-# --- the implied config ---------------------------------------------------------------
-
-
-def implied_config(config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
-    """Reads the config that init.from_run implies; see `WeightSource.config_of`.
-
-    A source implies no values if its model's class is neither the config's nor one of
-    jaxdist. Its arrays may still fit.
-
-    Raises:
-      ConfigError: the run does not exist, its class must be named in the config, or its
-        tokenizer is missing.
-    """
-    name = config.init.from_run
-    source = locate(name)
-    stored = source.config["model"]
-    target = stored.get("target")
-    config_target = config.model.get("target", registry.DEFAULT_TARGET)
-    nothing = ImpliedConfig({}, config.data.tokenizer, source.trained_with)
-    if not isinstance(target, str) or target == registry.USER_TARGET:
-        return nothing
-    if target != config_target:
-        if "model.target" in set_keys or config_target != registry.DEFAULT_TARGET:
-            return nothing
-        if not registry.is_installed(target):
-            raise ConfigError(
-                f"init.from_run={name}: its model is {target}, whose code a run's folder cannot make run; if "
-                f"you trust it, name it here, too: --config.model.target={target}"
-            )
-    values = for_logits(model_defaults(target) | stored)
-    tokenizer = _tokenizer(source, config, set_keys, values)
-    return ImpliedConfig(values, tokenizer, source.trained_with)
-
-
-def _tokenizer(
-    source: SourceRun,
-    config: ConfigDict,
-    set_keys: Collection[str],
-    values: Mapping[str, Any],
-) -> str:
-    """Chooses the value of data.tokenizer for the source's model.
-
-    Args:
-      source: the source.
-      config: the config of the new run.
-      set_keys: keys that the user has set.
-      values: the values of the source's model.
-
-    Raises:
-      ConfigError: the source's tokenizer is missing, and the new run needs it.
-    """
-    own_tokenizer: str = config.data.tokenizer
-    data = group_of(source.config, "data")
-    source_tokenizer = str(data.get("tokenizer", own_tokenizer))
-    if "data.tokenizer" in set_keys:
-        return own_tokenizer
-    kept = source.workdir / TOKENIZER_FILE if source.workdir else None
-    if kept and kept.is_file():
-        return str(kept)
-    # If the source's data has token ids, the default tokenizer says nothing: the ids
-    # come from an unknown tokenizer.
-    is_unknown = source_tokenizer == "bytes" and table.has_ids(str(data.get("source")))
-    if source_tokenizer == "bytes" and not is_unknown:
-        return source_tokenizer
-    if os.path.isfile(os.path.expanduser(source_tokenizer)):
-        return source_tokenizer
-    data_source = config.data.source
-    has_no_texts = table.has_ids(data_source) or table.has_samples(data_source)
-    needs_tokenizer = not has_no_texts and "vocab_size" in values
-    if needs_tokenizer and values["vocab_size"] != load_tokenizer("bytes").vocab_size:
-        raise ConfigError(
-            f"init.from_run={source.name}: its tokenizer ({source_tokenizer}) is not there, and no {TOKENIZER_FILE} "
-            f"beside its checkpoints; set data.tokenizer to the path of that file"
-        )
-    return own_tokenizer

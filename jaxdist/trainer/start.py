@@ -1,27 +1,24 @@
 """The first state of a run, made or restored while the step compiles."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxdist.checkpoint import manager
-from jaxdist.data import Dataset
+from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import consistency, coordination, initialize
 from jaxdist.step.state import State
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.flops import is_uncounted, jaxpr_flops
 from jaxdist.telemetry.units import time_text
-from jaxdist.trainer import initial_weights, restore, run_metadata
+from jaxdist.trainer import restore, run_metadata
 from jaxdist.trainer.callbacks import Run
 from jaxdist.trainer.compose import batch_shapes
 from jaxdist.trainer.health import SkippingDataset
-from jaxdist.trainer.run_config import Build
 from jaxdist.trainer.run_metadata import Progress, progress_of
-from jaxdist.trainer.weight_source import WeightSource
 
 
 class Start(NamedTuple):
@@ -47,10 +44,8 @@ def init_or_restore(
     run: Run,
     dataset: Dataset,
     phase: Callable[[clock.Phase, int], None],
-    sources: Sequence[WeightSource],
+    init: Callable[[], State],
     back_to: int | None = None,
-    build: Build | None = None,
-    initial: Mapping[str, np.ndarray] | None = None,
 ) -> Start:
     """Makes the first state or restores it, and compiles the step.
 
@@ -64,11 +59,9 @@ def init_or_restore(
         and dataset.
       dataset: the run's data, without skipped batches.
       phase: called with "restore" and "compile" and the step reached.
-      sources: sources of the initial weights; empty = random weights.
+      init: makes the state of a run that has not saved; see `initial_weights`.
       back_to: the step to resume from; later checkpoints are quarantined. Default: the
         newest intact one.
-      build: makes the caller's model; default: the config names the model.
-      initial: initial values of the caller's model by path.
     """
     pool = ThreadPoolExecutor(3)
     try:
@@ -79,13 +72,8 @@ def init_or_restore(
             phase("restore", 0)
             first = _restore(run, dataset, back_to, pool)
         else:
-            if sources:
-                phase("restore", 0)
-            state = initial_weights.init_from_sources(
-                run.config, run.built, run.folder, sources, build, initial
-            )
             first = _FirstState(
-                state, Progress(), windows=[], reader=None, callbacks={}
+                init(), Progress(), windows=[], reader=None, callbacks={}
             )
         step = first.progress.step
         phase("compile", step)

@@ -6,7 +6,7 @@ from jaxdist.models import lora as adapters
 from jaxdist.models import registry
 from jaxdist.parallel import execution, placement, precision
 from jaxdist.parallel.sharding import Rules
-from jaxdist.protocols.param_names import has_experts
+from jaxdist.protocols.dim_names import has_experts
 from jaxdist.step import reduction
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import fine_tuning, product_formats

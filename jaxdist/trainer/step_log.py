@@ -88,12 +88,12 @@ class StepLog:
 
     @property
     def data_wait_s(self) -> float:
-        """Returns the seconds that this process has waited for batches since `begin`."""
+        """The seconds that this process has waited for batches since `begin`."""
         return self._loader.data_wait_s
 
     @property
     def device_wait_s(self) -> float:
-        """Returns the total seconds that this process has waited for its devices."""
+        """The total seconds that this process has waited for its devices."""
         return self._monitor.waited_s
 
     def add_wait(self, seconds: float) -> None:

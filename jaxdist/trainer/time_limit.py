@@ -47,7 +47,7 @@ class TimeLimit:
         return 0 < 60 * self.minutes <= self.earlier_s
 
     def reason(self) -> str:
-        """Returns the reason to stop if the time is over, else ""."""
+        """Gives the reason to stop if the time is over, else ""."""
         left_s = self.left_s()
         if left_s is None or left_s > 0:
             return ""

@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ import optax
 from flax import nnx
 
 from jaxdist.config import ConfigError, schema
-from jaxdist.data import Dataset
 from jaxdist.models import registry
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.mesh import MeshConfig
@@ -25,16 +24,6 @@ from jaxdist.trainer import initial_weights, run_config
 from jaxdist.trainer.run_config import Build, RunConfig
 
 Model = nnx.Module | type[nnx.Module] | Build
-
-
-class UserInputs(NamedTuple):
-    """The inputs of the caller that replace those of the config; None = the config's."""
-
-    build: Build | None = None  # makes the model
-    dataset: Dataset | None = None
-    optimizer: optax.GradientTransformation | None = None
-    # initial values of the model by path; None = the config's weights
-    initial: Mapping[str, np.ndarray] | None = None
 
 
 def builder(model: Model) -> tuple[Build, dict[str, np.ndarray] | None]:

@@ -149,7 +149,7 @@ class WeightSource(Protocol):
 
 
 def named_place(config: RunConfig | ConfigDict, key: str) -> str:
-    """Returns the value of a source's key; "" if it is not set."""
+    """Reads the value of a source's key; "" if it is not set."""
     try:
         place: str = operator.attrgetter(key)(config)
     except AttributeError:  # a config file may lack the group

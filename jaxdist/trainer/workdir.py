@@ -15,7 +15,6 @@ from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.folders import CheckpointError, as_path, has_steps
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError, annotations, is_text, redact, schema
-from jaxdist.data import Dataset
 from jaxdist.models import registry
 from jaxdist.storage import atomic, lock, run_format, untrusted
 from jaxdist.storage.paths import is_local
@@ -522,17 +521,3 @@ def _with_new_options(stored: Mapping[str, Any], config: RunConfig) -> dict[str,
 
 def _shown(value: object) -> str:
     return "(absent)" if value is schema.MISSING else repr(value)
-
-
-def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:
-    """Checks that a run resumes with the data that it began with.
-
-    Raises:
-      ConfigError: the data has changed, so the run's position in it is meaningless.
-    """
-    known = metadata[run_metadata.FINGERPRINTS][run_metadata.DATA]
-    if known != dataset.fingerprint:
-        raise ConfigError(
-            f"the data has changed: the run has read {known}, {dataset.name} is {dataset.fingerprint} now; "
-            f"put the corpus and its settings back, or start anew with another --workdir"
-        )

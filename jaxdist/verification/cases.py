@@ -14,7 +14,7 @@ from jaxdist.models import experts, registry
 from jaxdist.parallel.axes import AXES, BATCH_AXES, SEARCHED
 from jaxdist.parallel.context import ContextConfig
 from jaxdist.parallel.pipeline.partition import PipelineConfig
-from jaxdist.protocols.param_names import FSDP_NAME
+from jaxdist.protocols.dim_names import FSDP_NAME
 from jaxdist.trainer import compose, validation
 from jaxdist.trainer.run_config import RunConfig
 

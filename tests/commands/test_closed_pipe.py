@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from jaxdist import config
 from jaxdist.__main__ import COMMANDS
+from jaxdist.config import command_line
 from jaxdist.distributed import stop_signals
 from jaxdist.trainer import preemption
 
@@ -61,7 +61,7 @@ def test_a_command_that_writes_on_ends_with_the_code_of_a_sigpipe(monkeypatch):
 
     with closed_pipe() as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
-        assert config.quiet_pipe(endless) == 141
+        assert command_line.quiet_pipe(endless) == 141
         print("after the end", flush=True)  # to nowhere
 
 
@@ -71,6 +71,6 @@ def test_a_result_stands_and_another_pipe_is_an_error(monkeypatch):
 
     with closed_pipe() as stream, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
-        assert config.quiet_pipe(lambda: print("last words") or 75) == 75
+        assert command_line.quiet_pipe(lambda: print("last words") or 75) == 75
     with pytest.raises(BrokenPipeError):
-        config.quiet_pipe(other_pipe)
+        command_line.quiet_pipe(other_pipe)

@@ -9,6 +9,7 @@ import pytest
 
 from jaxdist import config
 from jaxdist.__main__ import COMMANDS
+from jaxdist.config import command_line
 from jaxdist.distributed import stop_signals
 from jaxdist.trainer import preemption
 
@@ -93,8 +94,8 @@ def test_a_command_that_is_none_is_an_error(ended):
 
 
 def test_every_fault_has_its_line(capsys):
-    config.print_faults(config.ConfigError(["one", "two"]))
-    config.print_faults(OSError(errno.ENOSPC, "full"))
+    command_line.print_faults(config.ConfigError(["one", "two"]))
+    command_line.print_faults(OSError(errno.ENOSPC, "full"))
     assert of_errors(capsys.readouterr().err.splitlines())
 
 
@@ -102,5 +103,5 @@ def test_a_ctrl_c_is_no_traceback(capsys):
     def interrupted() -> int:
         raise KeyboardInterrupt
 
-    assert config.quiet_pipe(interrupted) == 130
+    assert command_line.quiet_pipe(interrupted) == 130
     assert not capsys.readouterr().err

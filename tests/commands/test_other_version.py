@@ -31,7 +31,7 @@ from jaxdist.data import DataConfig, open_dataset, packing, token_cache
 from jaxdist.operations.copies import copies
 from jaxdist.storage import run_format
 from jaxdist.storage.digest import digest
-from jaxdist.trainer import exit_code, trainer
+from jaxdist.trainer import exit_code, training
 from support.paths import DATA
 from support.runs import TINY, environment, run_of
 from support.runs import train as trained
@@ -182,7 +182,7 @@ def test_launch_and_fit_leave_it(folder):
     assert done.returncode == 78
     assert "was written by another version" in done.stdout
     with pytest.raises(ConfigError, match="was written by another version"):
-        trainer.run(run_of("quickstart"), folder)  # what fit calls
+        training.run(run_of("quickstart"), folder)  # what fit calls
     assert contents(folder.parent) == before
 
 

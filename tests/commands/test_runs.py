@@ -15,7 +15,8 @@ from support.runs import environment
 TRAIN = """
 import os, signal, sys, time
 from pathlib import Path
-from jaxdist.trainer import run_config, trainer
+from jaxdist import library
+from jaxdist.trainer import run_config
 from jaxdist.trainer.callbacks import every
 
 folder, seed, killed_at = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

@@ -30,7 +30,7 @@ from jaxdist.data.user_batches import open_user_batches
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.telemetry.metrics import read_events
-from jaxdist.trainer import trainer
+from jaxdist.trainer import training
 from jaxdist.trainer.loop import TrainingStopped
 from support.paths import ROOT
 
@@ -452,7 +452,7 @@ def test_a_signal_for_the_process_ends_a_script_with_75(tmp_path):
     ) as left:
         fit(asked_to_leave, folder=tmp_path / "run")
     assert left.value.code == 75
-    assert isinstance(left.value, trainer.Interrupted)
+    assert isinstance(left.value, training.Interrupted)
     assert read_events(tmp_path / "run")[-1]["event"] == "preempted"
     assert fit(folder=tmp_path / "run").step == 8
 

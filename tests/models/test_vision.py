@@ -21,7 +21,7 @@ from jaxdist.evaluation import loading
 from jaxdist.models.vision import VisionConfig, VisionTransformer
 from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.metrics import read_rows
-from jaxdist.trainer import cli, compose, run_config, trainer, validation
+from jaxdist.trainer import cli, compose, run_config, training, validation
 from jaxdist.trainer.callbacks import every
 
 DIGITS = DataConfig(source="digits")
@@ -409,7 +409,7 @@ def test_a_run_outlives_the_file_of_its_arrays(tmp_path):
     _, run = cli.parse(cli.ConfigParser("test", None), words.split())
     # before the first evaluation
     gone = every(1, lambda view: file.unlink(missing_ok=True))
-    trainer.train(run, tmp_path / "run", devices=jax.devices()[:1], callbacks=[gone])
+    training.train(run, tmp_path / "run", devices=jax.devices()[:1], callbacks=[gone])
     assert [row["step"] for row in read_rows(tmp_path / "run").evaluation] == [
         1,
         2,

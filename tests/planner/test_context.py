@@ -16,7 +16,15 @@ from jaxdist.ops.attention_costs import (
     busiest,
 )
 from jaxdist.parallel.sharding import Rules
-from jaxdist.planner import communication, layouts, memory, plan, show, targets
+from jaxdist.planner import (
+    communication,
+    layouts,
+    memory,
+    on_target,
+    plan,
+    show,
+    targets,
+)
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.telemetry import hlo
 from jaxdist.trainer import run_config
@@ -162,7 +170,7 @@ def test_a_compiled_step_sends_what_the_formula_says(form, tmp_path):
 
 def peak(words: str) -> dict[str, int]:
     run, target = run_of("llama3_8b", words), targets.parse("v5p:4x4x4")
-    composition = targets.validate_for(run, target)
+    composition = on_target.validate_for(run, target)
     return memory.components(composition, target)
 
 
@@ -197,7 +205,7 @@ def fastest(
     words: str, config: str = "llama3_8b", on: str = "v5p:4x4x4"
 ) -> layouts.Candidate:
     run, target = run_of(config, words), targets.parse(on)
-    meshes, _ = layouts.legal_meshes(run, target)
+    meshes, _ = on_target.legal_meshes(run, target)
     assert {one.shape.sizes["pipeline"] for one in meshes} > {1}
     kept = ("fsdp", "tensor", "context")
     meshes = [
@@ -229,7 +237,7 @@ def test_a_search_keeps_the_rules_of_a_run():
         "llama3_8b",
         "batch.sequence_length=131072 batch.global_size=4 context.attention=heads",
     )
-    meshes, illegal = layouts.legal_meshes(run, targets.parse("v5p:4x4x4"))
+    meshes, illegal = on_target.legal_meshes(run, targets.parse("v5p:4x4x4"))
     shapes = [one.shape for one in meshes]
     assert all(
         32 % (shape.sizes["context"] * shape.sizes["tensor"]) == 0 for shape in shapes
@@ -237,12 +245,12 @@ def test_a_search_keeps_the_rules_of_a_run():
     assert any("context.attention=heads" in reason for reason in illegal)
     sizes = {shape.sizes["context"] for shape in shapes}
     assert sizes == {1, 2, 4, 8, 16, 32}
-    assert layouts.context_sizes(
+    assert on_target.context_sizes(
         run_of("llama3_8b", "batch.sequence_length=6144"), 64
     ) == [1, 2, 4]
-    assert layouts.context_sizes(run_of("vit_digits"), 64) == [1]
+    assert on_target.context_sizes(run_of("vit_digits"), 64) == [1]
     nodes = run_of("llama3_8b", "batch.sequence_length=131072 batch.global_size=16")
-    meshes, illegal = layouts.legal_meshes(nodes, targets.parse("h100:2x8"))
+    meshes, illegal = on_target.legal_meshes(nodes, targets.parse("h100:2x8"))
     assert max(one.shape.sizes["context"] for one in meshes) == 8
     assert any(
         "mesh.context=N communicates in every layer, over InfiniBand" in reason
@@ -255,7 +263,7 @@ def forms_of(words: str, on: str = "v5p:4x4x4") -> dict[int, list[str]]:
     axis.
     """
     run, target = run_of("llama3_8b", words), targets.parse(on)
-    meshes, _ = layouts.legal_meshes(run, target)
+    meshes, _ = on_target.legal_meshes(run, target)
     alone = [
         one
         for one in meshes

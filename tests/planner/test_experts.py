@@ -18,6 +18,7 @@ from jaxdist.planner import (
     communication,
     layouts,
     memory,
+    on_target,
     plan,
     search,
     targets,
@@ -25,7 +26,7 @@ from jaxdist.planner import (
 )
 from jaxdist.planner.arithmetic import EXPERT
 from jaxdist.planner.compiler import CompileOptions
-from jaxdist.planner.trials import CompiledLayout
+from jaxdist.planner.layouts import CompiledLayout
 from jaxdist.telemetry import hlo
 from jaxdist.trainer import compose, exit_code, run_config
 from support.stored_programs import mesh_shape
@@ -185,7 +186,7 @@ def test_layouts_share_out_experts_and_price_it():
         run_of("mixtral_8x7b", "batch.global_size=16"),
         targets.parse("h100:2x8"),
     )
-    meshes, illegal = layouts.legal_meshes(run, target)
+    meshes, illegal = on_target.legal_meshes(run, target)
     sizes = {one.shape.sizes["expert"] for one in meshes}
     assert sizes == {1, 2, 4, 8}
     # 8 on two nodes, beside tensor
@@ -217,7 +218,7 @@ def test_layouts_share_out_experts_and_price_it():
 
 
 def test_a_dense_model_has_no_layouts_with_expert():
-    meshes, _ = layouts.legal_meshes(run_of("quickstart"), targets.parse("h100:1x2"))
+    meshes, _ = on_target.legal_meshes(run_of("quickstart"), targets.parse("h100:1x2"))
     assert {one.shape.sizes["expert"] for one in meshes} == {1}
 
 
@@ -247,7 +248,7 @@ def test_the_state_of_experts_is_the_compilers_arguments():
         run_of("quickstart", f"{TINY} mesh.expert=4 mesh.fsdp=2"),
         targets.parse("cpu:8"),
     )
-    composition = targets.validate_for(run, target)
+    composition = on_target.validate_for(run, target)
     spec = composition.spec
     found = memory.components(composition, target)
     kernels = sum(

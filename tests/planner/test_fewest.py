@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxdist import plan
 from jaxdist.config import ConfigError
-from jaxdist.planner import document, fewest, memory, targets
+from jaxdist.planner import document, fewest, memory, on_target, targets
 from jaxdist.planner.plan import plan_by_arithmetic
 from support.runs import run_of
 
@@ -155,7 +155,9 @@ def test_machines_for_a_model_with_experts(monkeypatch):
     asked = []
 
     def compiled(run, target, **options):
-        asked.append((target.text, dict(targets.validate_for(run, target).shape.sizes)))
+        asked.append(
+            (target.text, dict(on_target.validate_for(run, target).shape.sizes))
+        )
         return replace(plan_by_arithmetic(run, target), fits=True, peak_bytes=1)
 
     monkeypatch.setattr(fewest, "make_plan", compiled)

@@ -33,7 +33,7 @@ from jaxdist.planner.compiler import (
     compiler_flags,
 )
 from jaxdist.planner.plan import make_plan, plan_by_arithmetic
-from jaxdist.trainer import cli, compose, run_config, trainer
+from jaxdist.trainer import cli, compose, run_config, training
 
 needs_libtpu = pytest.mark.skipif(
     not find_spec("libtpu"), reason='pip install "jaxdist[aot]"'
@@ -485,7 +485,7 @@ def test_train_explains_a_shortage_of_memory(monkeypatch, capsys, tmp_path):
             "RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes"
         )
 
-    monkeypatch.setattr(trainer, "run", out_of_memory)
+    monkeypatch.setattr(training, "run", out_of_memory)
     assert train.main([*flags(TINY), "--workdir", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "allocating 7 bytes" in said

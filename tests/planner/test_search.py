@@ -15,10 +15,18 @@ from rich.console import Console
 
 from jaxdist.config import ConfigError, files, schema
 from jaxdist.parallel.mesh import resolve_mesh
-from jaxdist.planner import document, layouts, memory, search, targets, timing
+from jaxdist.planner import (
+    document,
+    layouts,
+    memory,
+    on_target,
+    search,
+    targets,
+    timing,
+)
 from jaxdist.planner.compiler import CompileOptions
+from jaxdist.planner.layouts import CompiledLayout
 from jaxdist.planner.plan import plan_by_arithmetic
-from jaxdist.planner.trials import CompiledLayout
 from jaxdist.trainer import run_config, validation
 
 needs_libtpu = pytest.mark.skipif(
@@ -50,7 +58,7 @@ def run_of(name: str, words: str = "") -> run_config.RunConfig:
 def llama():
     """Every layout of the 8 B model on 64 chips."""
     run, target = run_of("llama3_8b"), targets.parse("v5p:4x4x4")
-    meshes, illegal = layouts.legal_meshes(run, target)
+    meshes, illegal = on_target.legal_meshes(run, target)
     return run, target, meshes, illegal, list(layouts.candidates(meshes, target))
 
 
@@ -91,7 +99,7 @@ def estimate_of(
 
 def test_pipelines_are_tried_where_the_last_layers_save_more():
     run, target = run_of("llama3_8b", "remat.layers=20"), targets.parse("v5p:2x2x1")
-    meshes, _ = layouts.legal_meshes(run, target)
+    meshes, _ = on_target.legal_meshes(run, target)
     found = [*layouts.candidates(meshes, target)]
     staged = [one for one in found if one.shape.sizes["pipeline"] > 1]
     assert {one.run.remat.layers for one in staged} == {0}
@@ -140,7 +148,7 @@ def test_illegal_meshes_are_counted_with_their_reason(llama):
 
 def test_nothing_legal_is_an_error_with_the_reason():
     with pytest.raises(ConfigError, match="global_size"):
-        layouts.legal_meshes(
+        on_target.legal_meshes(
             run_of("llama3_8b", "batch.global_size=0"), targets.parse("v5p:2x2x1")
         )
 
@@ -209,7 +217,7 @@ def test_8_bit_floats_are_gathered_in_half_the_bytes_and_multiplied_in_less_time
     target, found = targets.parse("h100:1x8"), {}
     for matmul in ("compute", "fp8_rowwise", "fp8_rowwise_wgrad_bf16"):
         run = run_of("llama3_8b", f"precision.matmul={matmul} batch.global_size=8")
-        meshes, _ = layouts.legal_meshes(run, target)
+        meshes, _ = on_target.legal_meshes(run, target)
         found[matmul] = estimate_of(list(layouts.candidates(meshes, target)), fsdp=8)
     half, byte, mixed = found.values()
     coded = 6.71 / 8.03  # parameters: all but embedding, head, key and value
@@ -229,7 +237,7 @@ def test_a_chip_without_8_bit_units_is_refused_before_anything_is_laid_out(
     run = run_of("llama3_8b", "precision.matmul=fp8_rowwise batch.global_size=8")
     target = targets.parse(text)
     # a layout or a compiler would be asked for after this
-    monkeypatch.setattr(targets.validation, "validate_on", None)
+    monkeypatch.setattr(on_target.validation, "validate_on", None)
     for ask in (plan_by_arithmetic, search.search):
         with pytest.raises(ConfigError) as caught:
             ask(run, target)
@@ -254,7 +262,7 @@ def test_products_alone_take_what_flops_over_peak_say(llama):
 
 def test_slices_are_crossed_by_data_fsdp_or_stages():
     run, target = run_of("llama3_8b"), targets.parse("v5p:2x2x2x2")
-    meshes, _illegal = layouts.legal_meshes(run, target)
+    meshes, _illegal = on_target.legal_meshes(run, target)
     sliced = [one.shape.dcn.items() for one in meshes]
     crossing = {axis for dcn in sliced for axis, n in dcn if n > 1}
     assert crossing == {"data", "fsdp", "pipeline"}

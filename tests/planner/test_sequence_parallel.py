@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from jaxdist.config import files, schema
-from jaxdist.planner import layouts, plan, targets
+from jaxdist.planner import layouts, on_target, plan, targets
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.formulas import wire_bytes
 from jaxdist.trainer import run_config
@@ -84,7 +84,7 @@ def _sent(alike: Counter) -> float:
 
 def test_a_search_prices_both():
     run, target = run_of(SMALL), targets.parse("v5e:2x2")
-    meshes, _ = layouts.legal_meshes(run, target)
+    meshes, _ = on_target.legal_meshes(run, target)
     (mesh,) = (one for one in meshes if one.shape.sizes["tensor"] == 4)
     times = {
         one.run.mesh.sequence_parallel: one.estimate.tensor

@@ -5,8 +5,8 @@ import pytest
 from flax import nnx
 
 from jaxdist.config import ConfigError
+from jaxdist.protocols.dim_names import DIM_NAMES
 from jaxdist.protocols.model_spec import describe
-from jaxdist.protocols.param_names import DIM_NAMES
 
 
 class Named(nnx.Module):

@@ -27,4 +27,4 @@ def test_it_does_not_warn_of_a_kernel_that_only_its_own_trace_lacks(monkeypatch)
         jax.eval_shape(loss, spec.trainable, spec.model_state, spec.frozen)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert check_model(spec, batch) == []
+        check_model(spec, batch)

@@ -18,8 +18,7 @@ from jaxdist.parallel import execution
 from jaxdist.planner import targets
 from jaxdist.protocols.model import Loss
 from jaxdist.step import update
-from jaxdist.step.gradients import Sums
-from jaxdist.step.state import OptState, State
+from jaxdist.step.state import OptState, State, Sums
 from support.experts import rules_and_mesh
 from support.models import worst
 

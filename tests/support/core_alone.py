@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from jaxdist.trainer import run_config, trainer
+from jaxdist.trainer import run_config, training
 from jaxdist.trainer.callbacks import every
 
 SIZES = {
@@ -28,6 +28,6 @@ config.batch.global_size = 8
 config.batch.sequence_length = 32
 config.checkpoint.every_steps = 5
 slowly = every(1, lambda view: time.sleep(0.02))  # so that a test can end it half way
-trainer.run(run_config.from_config(config), Path(sys.argv[1]), callbacks=[slowly])
+training.run(run_config.from_config(config), Path(sys.argv[1]), callbacks=[slowly])
 folders = {name.split(".")[1] for name in sys.modules if name.startswith("jaxdist.")}
 print("loaded:", *sorted(folders))

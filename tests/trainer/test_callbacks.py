@@ -20,7 +20,7 @@ from jaxdist.checkpoint.folders import list_steps, read_step
 from jaxdist.config import ConfigError, schema
 from jaxdist.telemetry.metrics import read_events, read_rows
 from jaxdist.trainer import callbacks as callbacks_module
-from jaxdist.trainer import run_config, trainer
+from jaxdist.trainer import run_config, training
 from jaxdist.trainer.callbacks import (
     Callback,
     CallbackList,
@@ -58,7 +58,7 @@ def config_of(**changes) -> run_config.RunConfig:
 
 def run(folder, *callbacks, **changes) -> TrainResult:
     """Trains with the core alone and these callbacks."""
-    return trainer.train(
+    return training.train(
         config_of(**changes),
         folder,
         devices=jax.devices()[:1],
@@ -708,10 +708,10 @@ def test_fit_has_the_callbacks_of_train_but_for_those_that_it_names(
     monkeypatch.chdir(tmp_path)
     arguments = ["--config", "quickstart", "--workdir", str(tmp_path / "run")]
     flags = [*arguments, "--config.watchdog.start_s=0"]
-    of_train = captured(monkeypatch, library.trainer, "run", lambda: train.main(flags))
+    of_train = captured(monkeypatch, library.training, "run", lambda: train.main(flags))
     of_fit = captured(
         monkeypatch,
-        library.trainer,
+        library.training,
         "train",
         lambda: library.fit(
             Line,
@@ -723,7 +723,7 @@ def test_fit_has_the_callbacks_of_train_but_for_those_that_it_names(
     )
     of_run = captured(
         monkeypatch,
-        library.trainer,
+        library.training,
         "run",
         lambda: library.run(config_of(), tmp_path / "run"),
     )

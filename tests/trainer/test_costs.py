@@ -9,7 +9,7 @@ from flax import nnx
 from jaxdist.ops.costs import Cost, Product
 from jaxdist.ops.experts import experts_cost
 from jaxdist.parallel import remat
-from jaxdist.planner import compiled_step, memory, plan, targets
+from jaxdist.planner import compiled_step, memory, on_target, plan, targets
 from jaxdist.planner.compiler import Compiled
 from jaxdist.trainer import costs, model_flops, run_config, step_lines
 from support.runs import run_of
@@ -21,7 +21,7 @@ KEPT = ("query", "key", "value", remat.PROJECTED, "mlp_gate", "mlp_up")
 def test_a_block_keeps_what_its_ops_declare(name):
     changes = {"mesh.data": 1, "remat.policy": f"save:{','.join(KEPT)}"}
     run, target = run_of(name, **changes), targets.parse("cpu:1")
-    composed = targets.validate_for(run, target)
+    composed = on_target.validate_for(run, target)
     found = memory.components(composed, target)
     tokens = run.batch.global_size * run.batch.sequence_length
     tokens //= run.batch.accumulation
@@ -52,7 +52,7 @@ def test_a_model_that_declares_nothing_is_listed_and_counted():
     (line,) = costs.undeclared_lines(run)
     assert "VisionTransformer declares none" in line
     assert costs.costs_of(run) == []
-    spec = targets.validate_for(run, targets.parse("cpu:1")).spec
+    spec = on_target.validate_for(run, targets.parse("cpu:1")).spec
     found = model_flops.model_flops(run, spec)
     assert found["causal"] == found["full"] > 0
 
@@ -93,13 +93,13 @@ def test_experts_of_which_no_cost_declares_a_share_are_all_counted_and_a_line_sa
     def counts(model: type) -> str:
         config = run_config.default_config(f"{__name__}:{model.__name__}")
         run = run_config.from_config(config)
-        composition = targets.validate_for(run, targets.parse("cpu:1"))
+        composition = on_target.validate_for(run, targets.parse("cpu:1"))
         return step_lines.counts(composition)
 
     assert "; all experts are counted as active for a token" in counts(Mixture)
     declared = counts(DeclaredMixture)
     assert declared.endswith(f", {2 * 16 * 16} active for a token")
-    dense = targets.validate_for(run_of("quickstart"), targets.parse("cpu:1"))
+    dense = on_target.validate_for(run_of("quickstart"), targets.parse("cpu:1"))
     assert "active" not in step_lines.counts(dense)
 
 
@@ -137,7 +137,7 @@ def test_mfu_sums_what_a_config_declares(monkeypatch):
         Fused(name="b"),
     ]
     run = run_of("quickstart")
-    spec = targets.validate_for(run, targets.parse("cpu:1")).spec
+    spec = on_target.validate_for(run, targets.parse("cpu:1")).spec
     monkeypatch.setattr(model_flops, "costs_of", lambda run: declared)
     found = model_flops.model_flops(run, spec)
     assert found == {"causal": 6 * 2 * 50 + 1, "full": 6 * 2 * 50 + 2}

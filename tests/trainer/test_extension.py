@@ -14,7 +14,7 @@ from jaxdist.checkpoint.folders import list_steps, read_step
 from jaxdist.optim import schedules
 from jaxdist.optim.schedule_table import SCHEDULES
 from jaxdist.telemetry.metrics import read_rows
-from jaxdist.trainer import run_config, trainer
+from jaxdist.trainer import run_config, training
 from jaxdist.trainer.callbacks import every
 from jaxdist.trainer.restore import SettledSchedule
 from support.runs import final_arrays, losses, run_of, train_and_kill
@@ -45,7 +45,7 @@ def train(folder, *hooks, devices=1, **changes):
         small | {k.replace("__", "."): v for k, v in changes.items()}
     )
     run = run_config.from_config(config)
-    return trainer.train(run, folder, devices=jax.devices()[:devices], callbacks=hooks)
+    return training.train(run, folder, devices=jax.devices()[:devices], callbacks=hooks)
 
 
 def rates(folder):

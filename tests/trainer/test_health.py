@@ -26,7 +26,7 @@ from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.operations.watch import pace, replica_check
 from jaxdist.operations.watch.replica_check import compare_replicas
 from jaxdist.telemetry.metrics import read_events, read_rows
-from jaxdist.trainer import restore, run_config, run_metadata, start, trainer
+from jaxdist.trainer import restore, run_config, run_metadata, start, training
 from jaxdist.trainer.health import Diverged, Monitor, SkippingDataset
 from jaxdist.trainer.loop import TrainingStopped
 from support.runs import SMALL_MODEL
@@ -409,7 +409,7 @@ def test_a_run_whose_copies_differ_goes_back_and_repeats_its_data(
 
 
 def test_a_signal_in_the_last_step_finds_a_finished_run(tmp_path, monkeypatch):
-    class Late(trainer.StopSignals):
+    class Late(training.StopSignals):
         def finish_step(self):
             if self._steps == STEPS - 1:
                 signal.raise_signal(signal.SIGINT)
@@ -417,7 +417,7 @@ def test_a_signal_in_the_last_step_finds_a_finished_run(tmp_path, monkeypatch):
             assert found == (self._steps == STEPS)
             return found
 
-    monkeypatch.setattr(trainer, "StopSignals", Late)
+    monkeypatch.setattr(training, "StopSignals", Late)
     run(tmp_path, model__target="jaxdist.models.transformer:Transformer")
     assert read_events(tmp_path)[-1]["reason"] == "finished"
     assert (tmp_path / "report.html").exists()

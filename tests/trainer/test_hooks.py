@@ -15,7 +15,7 @@ from jaxdist.config import ConfigError, trees
 from jaxdist.data.dataset import Dataset
 from jaxdist.telemetry.loggers import logger
 from jaxdist.telemetry.metrics import read_events, read_rows
-from jaxdist.trainer import run_config, time_limit, trainer
+from jaxdist.trainer import run_config, time_limit, training
 from jaxdist.trainer.callbacks import Callback, StepView, every
 from support.runs import untimed
 
@@ -51,7 +51,9 @@ def config_of(**changes) -> run_config.RunConfig:
 def train(folder, *hooks, **changes):
     config = config_of(**changes)
     callbacks = [*library.run_callbacks(config, folder), *hooks]
-    return trainer.train(config, folder, devices=jax.devices()[:1], callbacks=callbacks)
+    return training.train(
+        config, folder, devices=jax.devices()[:1], callbacks=callbacks
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from jaxdist.trainer import (
     exit_code,
     initial_weights,
     run_config,
-    trainer,
+    training,
     validation,
 )
 from jaxdist.trainer.weight_source import (
@@ -72,7 +72,7 @@ def test_a_command_without_the_source_refuses_the_key(key, capsys):
 def test_a_run_without_the_source_is_refused_before_it_begins(key, tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(ConfigError) as error:
-        trainer.train(config_with(FOREIGN[key]), folder)
+        training.train(config_with(FOREIGN[key]), folder)
     (fault,) = error.value.faults
     assert_says_what_to_pass(fault, key, FOREIGN[key][key])
     assert not folder.exists()
@@ -154,7 +154,7 @@ def test_the_core_parses_and_trains_without_interop():
         [
             sys.executable,
             "-c",
-            "import jaxdist.trainer.cli, jaxdist.trainer.trainer, sys; print(*sys.modules)",
+            "import jaxdist.trainer.cli, jaxdist.trainer.training, sys; print(*sys.modules)",
         ],
         capture_output=True,
         text=True,

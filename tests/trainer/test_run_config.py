@@ -16,6 +16,7 @@ from jaxdist.trainer import (
     step_lines,
     validation,
     workdir,
+    workdir_parser,
 )
 
 
@@ -148,10 +149,10 @@ def test_a_config_file_may_leave_out_everything(tmp_path):
 
 
 def test_an_unknown_axis_of_a_trained_run_s_mesh_lists_the_axes():
-    parser = cli.WorkdirParser("test", None)
+    parser = workdir_parser.WorkdirParser("test", None)
     flags = parser.parse_args(["--workdir", "x", "--mesh", "tp=2,fspd=2"])
     with pytest.raises(ConfigError) as error:
-        cli.run_options(flags)
+        workdir_parser.run_options(flags)
     axes = "pipeline, data, fsdp, expert, context, tensor"
     assert error.value.faults == (
         f"--mesh: there is no axis 'tp'. Axes: {axes}",

@@ -12,7 +12,7 @@ from jaxdist.data.config import DataConfig
 from jaxdist.data.dataset import Dataset
 from jaxdist.inference import sample
 from jaxdist.telemetry.metrics import read_rows
-from jaxdist.trainer import compose, held_out, run_config, trainer, validation
+from jaxdist.trainer import compose, held_out, run_config, training, validation
 from jaxdist.trainer.callbacks import Callback, Run, RunEnd
 from support.runs import SMALL_MODEL
 
@@ -59,7 +59,7 @@ def test_a_run_of_epochs_counts_its_steps_evaluates_and_writes_a_sample(
     seen = Seen()
     run = tmp_path / "run"
     callbacks = [sample.Sample(), seen]
-    trainer.train(config, run, devices=jax.devices()[:1], callbacks=callbacks)
+    training.train(config, run, devices=jax.devices()[:1], callbacks=callbacks)
     said = capsys.readouterr().out
     stored = json.loads((run / "config.json").read_text())["train"]
     assert (stored["steps"], stored["epochs"]) == (18, 0.0)
@@ -83,16 +83,16 @@ def test_a_refused_start_does_not_store_the_length_of_other_data(tmp_path):
         tmp_path, train__epochs=0.1, train__eval_every=0, data__path=str(texts)
     )
     run = tmp_path / "run"
-    trainer.train(config, run, devices=jax.devices()[:1])
+    training.train(config, run, devices=jax.devices()[:1])
     before = (run / "config.json").read_text()
     steps = json.loads(before)["train"]["steps"]
     texts.joinpath("b.txt").write_text("what comes on top " * 400)
     with pytest.raises(ConfigError, match="data has changed|data have changed"):
-        trainer.train(config, run, devices=jax.devices()[:1])
+        training.train(config, run, devices=jax.devices()[:1])
     stored = json.loads((run / "config.json").read_text())["train"]
     assert stored["steps"] in (steps, run_config.TrainConfig.steps)
     texts.joinpath("b.txt").unlink()
-    trainer.train(config, run, devices=jax.devices()[:1])
+    training.train(config, run, devices=jax.devices()[:1])
     assert (run / "config.json").read_text() == before
     assert read_rows(run).train[-1]["step"] <= steps
 
@@ -110,7 +110,7 @@ def test_steps_and_epochs_exclude_each_other(tmp_path):
     with pytest.raises(
         ConfigError, match=r"train.steps=7 and train.epochs=2: both say"
     ):
-        trainer.train(config, tmp_path / "run")
+        training.train(config, tmp_path / "run")
 
 
 def test_a_mixture_has_no_epoch(tmp_path):
@@ -120,7 +120,7 @@ def test_a_mixture_has_no_epoch(tmp_path):
         tmp_path, train__epochs=1.0, **{f"data__{k}": v for k, v in mixture.items()}
     )
     with pytest.raises(ConfigError, match="has no epoch, .* set train.steps"):
-        trainer.train(config, tmp_path / "run", devices=jax.devices()[:1])
+        training.train(config, tmp_path / "run", devices=jax.devices()[:1])
 
 
 class HeldOut(Dataset):
@@ -147,7 +147,9 @@ def test_auto_evaluates_ten_times_a_run_at_most(tmp_path, steps, every):
 def test_auto_evaluates_nothing_that_is_not_held_out(tmp_path):
     config = config_of(tmp_path)
     assert held_out.evaluation_interval(config, HeldOut(0)) == 0
-    assert held_out.lines(config, HeldOut(0)) == ["no evaluation: nothing is held out"]
+    assert held_out.evaluation_lines(config, HeldOut(0)) == [
+        "no evaluation: nothing is held out"
+    ]
     for key, value in (("train.eval_every", 5), ("train.patience", 2)):
         required = compose.with_overrides(config, {key: value})
         with pytest.raises(ConfigError, match="nothing is held out"):

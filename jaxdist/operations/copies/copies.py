@@ -32,6 +32,7 @@ from jaxdist.checkpoint.folders import MANIFEST, CheckpointError, error_text
 from jaxdist.config import ConfigError, extras, redact
 from jaxdist.storage import atomic, run_format, untrusted
 from jaxdist.storage.digest import digest_file
+from jaxdist.trainer import run_metadata
 
 DELAYS_S = (1.0, 4.0, 16.0)  # seconds before the retries of a call of the store
 _STEPS = "checkpoints"
@@ -74,6 +75,22 @@ _LASTING = (
     untrusted.Malformed,
     Abandoned,
 )
+
+
+def config_test(accept: Accept | None) -> Fits:
+    """Makes the test whether a config.json is one that a run can resume from."""
+
+    def fits(content: bytes) -> bool:
+        if accept is None:
+            return False
+        try:
+            document = untrusted.parse_json(content, dict)
+            accept({run_metadata.CONFIG: run_format.unmarked(document, "")})
+        except (ConfigError, untrusted.Malformed):
+            return False
+        return True
+
+    return fits
 
 
 class Copies:

@@ -19,15 +19,15 @@ from jaxdist.operations.copies.copier import Copier
 from jaxdist.operations.copies.copies import (
     Accept,
     Copies,
-    Fits,
     Foreign,
     Unreadable,
+    config_test,
     fetch_newest,
 )
-from jaxdist.storage import lock, run_format, untrusted
+from jaxdist.storage import lock
 from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.telemetry.units import gib_text
-from jaxdist.trainer import run_metadata, workdir
+from jaxdist.trainer import workdir
 
 _EXTRA_FILES = (workdir.CONFIG, workdir.RUN)  # copied with each step
 _POLL_S = 0.1  # seconds between two checks of a call's progress
@@ -114,22 +114,6 @@ def fetch_missing(
         say(
             f"fetched step {step} from {copies.url} ({gib_text(size)}): there was none in {place}"
         )
-
-
-def config_test(accept: Accept | None) -> Fits:
-    """Makes the test whether a config.json is one that a run can resume from."""
-
-    def fits(content: bytes) -> bool:
-        if accept is None:
-            return False
-        try:
-            document = untrusted.parse_json(content, dict)
-            accept({run_metadata.CONFIG: run_format.unmarked(document, "")})
-        except (ConfigError, untrusted.Malformed):
-            return False
-        return True
-
-    return fits
 
 
 @contextlib.contextmanager

@@ -178,7 +178,7 @@ class Ledger(Clock, Callback):
 
     @property
     def step(self) -> int:
-        """Returns the number of finished updates."""
+        """The number of finished updates."""
         return self._life.step
 
     def enter(self, phase: str, done: int = 0) -> None:

@@ -45,7 +45,7 @@ class Life:
 
     @property
     def seconds(self) -> float:
-        """Returns the length of the life."""
+        """The length of the life in seconds."""
         return sum(self.buckets.values())
 
     @property
@@ -110,7 +110,7 @@ class Account:
 
     @property
     def wall_s(self) -> float:
-        """Returns the seconds since the first start.
+        """The seconds since the first start.
 
         The time between a run's end and its extension is not included.
         """
@@ -123,7 +123,7 @@ class Account:
 
     @property
     def goodput(self) -> float | None:
-        """Returns the share of the wall time in steps that counted.
+        """The share of the wall time in steps that counted.
 
         None before any time has passed.
         """

@@ -38,7 +38,7 @@ class Overlay:
     prefix: str  # prefix of the names of its curves; "" for a lone run
 
     def named(self, figure: str) -> str:
-        """Returns the name of a curve."""
+        """Makes the name of this series' curve of a figure."""
         return f"{self.prefix}{figure}"
 
 

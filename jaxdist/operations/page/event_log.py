@@ -77,11 +77,11 @@ class EventLog:
             self._costs[name] = sum(cost for _, _, cost in self._shown[name])
 
     def first_of(self, name: str) -> Row | None:
-        """Returns the first event of a name."""
+        """Finds the first event of a name; None if there is none."""
         return self._first_of.get(name)
 
     def last_of(self, *names: str) -> Row | None:
-        """Returns the last event that has one of the names."""
+        """Finds the last event that has one of the names; None if there is none."""
         found = [self._last_of[name] for name in names if name in self._last_of]
         if not found:
             return None
@@ -89,13 +89,13 @@ class EventLog:
 
     @property
     def shown(self) -> list[Row]:
-        """Returns the events to show, in the order of the file."""
+        """Lists the events to show, in the order of the file."""
         events = [item for items in self._shown.values() for item in items]
         events.sort(key=lambda item: item[0])
         return [event for _, event, _ in events]
 
     def __len__(self) -> int:
-        """Returns the number of all events."""
+        """Counts all events, also those that are not shown."""
         return self._num_events
 
 

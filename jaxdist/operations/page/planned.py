@@ -51,7 +51,7 @@ class Planned:
 
     @property
     def source(self) -> str:
-        """Returns such as "estimated by plan for v5p:4x4x4 on 2026-11-23"."""
+        """The source of the plan, "estimated by plan for v5p:4x4x4 on 2026-11-23"."""
         return f"estimated by plan for {self.target} on {self.date}"
 
     def document(self, measured_to_planned: float | None) -> dict[str, Any]:

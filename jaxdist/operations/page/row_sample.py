@@ -94,7 +94,7 @@ class RowSample:
         self._newest = max(self.rows(), key=_step_of, default=None)
 
     def rows(self) -> list[Row]:
-        """Returns the kept rows, sorted by step."""
+        """Lists the kept rows, sorted by step."""
         rows = [kept.row for bucket in self._buckets.values() for kept in bucket]
         if self._newest is not None and not any(row is self._newest for row in rows):
             rows.append(self._newest)

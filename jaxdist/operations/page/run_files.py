@@ -50,14 +50,14 @@ class RunFiles:
 
     @property
     def unit(self) -> str:
-        """Returns "tokens", or "samples" if the model has no tokens."""
+        """The unit of a batch: "tokens", or "samples" if the model has no tokens."""
         if self.info.get("unit") == "samples":
             return "samples"
         return "tokens"
 
     @property
     def last_row(self) -> metrics.Row:
-        """Returns the newest training row; {} if there is none."""
+        """The newest training row; {} if there is none."""
         if not self.rows.train:
             return {}
         return self.rows.train[-1]

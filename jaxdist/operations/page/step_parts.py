@@ -79,7 +79,7 @@ class StepParts:
 
     @property
     def source(self) -> str:
-        """Returns a text about the source of the shares."""
+        """A text about the source of the shares."""
         if self.planned and not self.has_profile:
             return (
                 f"an estimate from the last row; {COMMUNICATION} and {BUBBLE} "

@@ -130,7 +130,7 @@ class _MetricsSample:
 
     @property
     def num_rows(self) -> int:
-        """Returns the number of all rows of the file."""
+        """The number of all rows of the file."""
         return self._train.num_added + self._evaluation.num_added
 
     @property
@@ -139,7 +139,7 @@ class _MetricsSample:
         return not (self._train.is_whole and self._evaluation.is_whole)
 
     def rows(self) -> metrics.MetricRows:
-        """Returns the rows, sorted by step."""
+        """Lists the kept rows, sorted by step."""
         return metrics.MetricRows(
             train=self._train.rows(),
             evaluation=self._evaluation.rows(),
@@ -148,13 +148,13 @@ class _MetricsSample:
 
 
 def _loss(row: metrics.Row) -> float:
-    """Returns the loss of a row; minus infinity if it has none."""
+    """Reads the loss of a row; minus infinity if it has none."""
     loss = number(row.get("loss"))
     return -math.inf if loss is None else loss
 
 
 def _evaluation_loss(row: metrics.Row) -> float:
-    """Returns the loss of an evaluation; infinity if it is not finite."""
+    """Reads the loss of an evaluation; infinity if it is not finite."""
     loss = finite(row["eval_loss"])
     return math.inf if loss is None else loss
 

@@ -74,7 +74,7 @@ class Beat(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Returns a key that orders processes by their progress."""
+        """A key that orders processes by their progress."""
         return self.at_step, self.phase
 
 

@@ -13,12 +13,11 @@ from jaxdist.ops.costs import Cost, Crossing, Product, Share
 from jaxdist.ops.experts.exchange import FROM_EXPERTS, TO_EXPERTS
 from jaxdist.ops.experts.grouped_matmul import SHARE_SLACK
 from jaxdist.ops.experts.mixture import SLACK, choose_exchange, even_trips
-from jaxdist.parallel.axes import EXPERT_AXES
+from jaxdist.parallel.axes import EXPERT
 from jaxdist.parallel.remat import EXPERT_PRODUCTS
 from jaxdist.parallel.sharding import Rules
 from jaxdist.telemetry import flops
 
-(AXIS,) = EXPERT_AXES
 # Number of times that a row crosses the mesh. Forward: to its expert and back.
 # Backward: x and its gradient to the expert, the gradient of x back.
 _FORWARD = 2
@@ -59,7 +58,7 @@ class ExpertsCost(Cost):
 
     def form_name(self, rules: Rules) -> str:
         """Names the exchange: rounds, gather, or "" if each device has all experts."""
-        parts = rules.shape.sizes[AXIS]
+        parts = rules.shape.sizes[EXPERT]
         return choose_exchange("auto", parts, self.chosen)[0] if parts > 1 else ""
 
     def share(self, rules: Rules, itemsize: int) -> Share:
@@ -68,7 +67,7 @@ class ExpertsCost(Cost):
         With rounds, a device sends (n - 1) / n of the rows of its tokens. With a
         gather, it sends n - 1 rows for each token.
         """
-        parts = rules.shape.sizes[AXIS]
+        parts = rules.shape.sizes[EXPERT]
         form = self.form_name(rules)
         if not form:
             return Share()
@@ -79,7 +78,7 @@ class ExpertsCost(Cost):
             rows = float(parts - 1)
         sent = rows * self.width * itemsize
         crossing = Crossing(
-            axis=AXIS,
+            axis=EXPERT,
             kind=kind,
             forward=_FORWARD * sent,
             backward=_BACKWARD * sent,
@@ -115,7 +114,7 @@ class ExpertsCost(Cost):
         return {
             "experts": first.experts,
             "chosen": first.chosen,
-            "parts": rules.shape.sizes[AXIS],
+            "parts": rules.shape.sizes[EXPERT],
             "exchange": kind or None,
             "load": load,
             "rounds": num_rounds if kind else None,
@@ -197,7 +196,7 @@ class ExpertCall:
           platform: "cpu", "gpu" or "tpu".
         """
         rows = tokens * self.chosen
-        if platform != "cpu" or rules.shape.sizes[AXIS] > 1:
+        if platform != "cpu" or rules.shape.sizes[EXPERT] > 1:
             rows = 0
         return {EXPERT_PRODUCTS: rows * self.inputs * self.hidden * itemsize}
 
@@ -220,7 +219,7 @@ class ExpertCall:
         D = self.width
         F = self.hidden
         kernels = self.inputs + 1
-        parts = rules.shape.sizes[AXIS]
+        parts = rules.shape.sizes[EXPERT]
         kind = choose_exchange("auto", parts, self.chosen)[0] if parts > 1 else ""
         kernel_size = self.experts // parts * D * F
         gathered = itemsize * kernels * kernel_size

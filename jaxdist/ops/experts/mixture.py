@@ -26,7 +26,7 @@ from jaxdist.ops.experts.feed_forward import Activation, Kernels, Products
 from jaxdist.parallel import execution
 from jaxdist.parallel.remat import EXPERT_ORDER, EXPERT_PRODUCTS
 from jaxdist.parallel.sharding import Rules, axes_in
-from jaxdist.protocols.param_names import Names
+from jaxdist.protocols.dim_names import Names
 
 INPUT_NAMES = ("experts", "d_model", "d_ff")
 DOWN_NAMES = ("experts", "d_ff", "d_model")

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxdist.hardware.chips import Chip
-from jaxdist.protocols.param_names import Names
+from jaxdist.protocols.dim_names import Names
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from jaxdist.hardware.chips import Chip, chip_for, platform_of
 from jaxdist.parallel.formats.format import Band, Recipe, Units
-from jaxdist.protocols.param_names import Names
+from jaxdist.protocols.dim_names import Names
 
 E4M3 = "float8_e4m3fn"
 E5M2 = "float8_e5m2"

@@ -51,9 +51,9 @@ from jaxdist.parallel.pipeline.stage_params import (
     layer_names,
     without_blocks,
 )
+from jaxdist.protocols.dim_names import Names
 from jaxdist.protocols.model import Batch, BlockOutput, Loss, with_block_sums
 from jaxdist.protocols.model_spec import Tree
-from jaxdist.protocols.param_names import Names
 
 # the ops of this stage in a tick: `ScheduleRows` of scalars on the device
 Row = Any

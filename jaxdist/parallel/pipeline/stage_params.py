@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.parallel import execution
-from jaxdist.protocols import param_names
+from jaxdist.protocols.dim_names import STACKS, Names
 from jaxdist.protocols.model_spec import Tree
-from jaxdist.protocols.param_names import Names
 
 
 class StageParams(NamedTuple):
@@ -46,7 +45,7 @@ def without_blocks(tree: Tree) -> Tree:
 
 def layer_names(names: Names) -> Names:
     """Selects the names of a layer's dims: those that are no stack dims."""
-    return tuple(name for name in names if name not in param_names.STACKS)
+    return tuple(name for name in names if name not in STACKS)
 
 
 def gathered(leaf: jax.Array, names: Names) -> jax.Array:

@@ -24,12 +24,12 @@ class LoggedRun:
 
     @property
     def name(self) -> str:
-        """Returns the name of the workdir."""
+        """The name of the workdir."""
         return self.workdir.resolve().name
 
     @property
     def identity(self) -> str | None:
-        """Returns the run's identity of letters and digits, the same at each start."""
+        """The run's identity of letters and digits, the same at each start."""
         identity = self.info.get("run")
         if isinstance(identity, str) and re.fullmatch(r"\w{1,64}", identity):
             return identity

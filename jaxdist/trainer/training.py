@@ -4,25 +4,28 @@ The calls from the command to the loop over steps, outermost first:
 
     train.main                    train.py               parses the command
     library.run                   library.py             lists the callbacks
-    trainer.run                   trainer/trainer.py     raises if a signal came
-    trainer.train                 trainer/trainer.py     checks, opens, restores, ends
+    training.run                  trainer/training.py    raises if a signal came
+    training.train                trainer/training.py    checks, opens, restores, ends
     run_loop.train_to_end         trainer/run_loop.py    makes the loop's log and saver
     Trainer.train                 trainer/loop.py        handles signals
     Trainer._train_through_faults trainer/loop.py        rolls back after faults
     Trainer._train_until_fault    trainer/loop.py        loops over the steps
 
-`library.fit` calls `trainer.train` directly, with the caller's model and data. All other
+`library.fit` calls `training.train` directly, with the caller's model and data. All other
 work of a run is done by callbacks (`trainer.callbacks`).
 """
 
 import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+import optax
 
+from jaxdist.data.dataset import Dataset
 from jaxdist.step.state import State
 from jaxdist.telemetry.display import lively
 from jaxdist.trainer import (
@@ -37,15 +40,24 @@ from jaxdist.trainer import (
 )
 from jaxdist.trainer.callbacks import Callback, CallbackList, Run, TrainResult
 from jaxdist.trainer.preemption import Interrupted, Preempted, StopSignals
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_config import Build, RunConfig
 from jaxdist.trainer.start import init_or_restore
-from jaxdist.trainer.user_model import UserInputs
 from jaxdist.trainer.weight_source import WeightSource
 
 # A run may trace its step three times: to compile it ahead; in the first call, because
 # an optimizer's first state may be weakly typed; and in the second call, which takes
 # the state that a step has returned.
 MAX_TRACES = 3
+
+
+class UserInputs(NamedTuple):
+    """The inputs of the caller that replace those of the config; None = the config's."""
+
+    build: Build | None = None  # makes the model
+    dataset: Dataset | None = None
+    optimizer: optax.GradientTransformation | None = None
+    # initial values of the model by path; None = the config's weights
+    initial: Mapping[str, np.ndarray] | None = None
 
 
 def run(config: RunConfig, folder: Path, **options: Any) -> State:
@@ -145,14 +157,21 @@ def train(
             )
             reporting.describe(this_run, built, dataset, schedule)
             this_run.built = built
+
+            def first_state() -> State:
+                """Makes the state of a run that has not saved."""
+                if sources:
+                    all_callbacks.phase("restore", 0)
+                return initial_weights.init_from_sources(
+                    config, built, folder, sources, inputs.build, inputs.initial
+                )
+
             start = init_or_restore(
                 this_run,
                 dataset,
                 all_callbacks.phase,
-                sources,
+                first_state,
                 back_to=schedule.back_to,
-                build=inputs.build,
-                initial=inputs.initial,
             )
             if requested.train.epochs:
                 opening.store_steps(this_run, requested)
