@@ -96,15 +96,15 @@ def pytest_collection_modifyitems(items) -> None:
 
 
 def pytest_configure(config) -> None:
-    """Gives the default selection and `-m fast` the quick compiler; `-m slow` and GPUs
-    have the users'.
+    """Gives the default selection, `-m fast` and `-m chaos` the quick compiler; `-m slow`
+    and GPUs have the users'.
     """
     on_gpu = (
         config.option.markexpr == "gpu"
         and os.environ.get("JAXDIST_GPU_TESTS_ON") != "cpu"
     )
     quick = (
-        config.option.markexpr in ("fast", "gpu")
+        config.option.markexpr in ("fast", "gpu", "chaos")
         or "not slow" in config.option.markexpr
     )
     if quick and not on_gpu:

@@ -143,6 +143,14 @@ class MetricsWriter:
         self._append(
             EVENTS_FILE, {"time": self._clock(), "event": name, "step": step, **fields}
         )
+        self.repeat(name, step, **fields)
+
+    def repeat(self, name: str, step: int | None = None, **fields: object) -> None:
+        """Passes an event to the attached writers, such as one from before they were.
+
+        The secrets of URLs are hidden, as in `event`.
+        """
+        fields = {key: redact.redacted(value) for key, value in fields.items()}
         for view in self._views:
             view.event(name, step, **fields)
 

@@ -197,9 +197,10 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
             f"was, or train this one in another folder (init.from_run takes weights that fit)"
         ) from error
     except CheckpointError as error:
-        for step, reason in error.steps.items():
-            run.event("bad_checkpoint", step, reason=reason)
+        _report_damage(run, error.steps)
         raise
+    # They are in quarantine now: a later start would not find them again.
+    _report_damage(run, store.damaged_steps)
     workdir.check_stored_config(restored.metadata, run.config, store.folder, run.folder)
     check_data(restored.metadata, dataset)
     if back_to is not None:
@@ -223,6 +224,12 @@ def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:
             f"the data has changed: the run has read {known}, {dataset.name} is {dataset.fingerprint} now; "
             f"put the corpus and its settings back, or start anew with another --workdir"
         )
+
+
+def _report_damage(run: Run, reasons: Mapping[int, str]) -> None:
+    """Writes an event for each damaged step, {step: reason}."""
+    for step, reason in reasons.items():
+        run.event("bad_checkpoint", step, reason=reason)
 
 
 def require_run_metadata(abstract: Any) -> MakeAbstract:
@@ -290,10 +297,12 @@ def roll_back(run: Run, fault: Diverged) -> Restored | None:
         before = coordination.broadcast(max(known, default=-1))
         if before < 0:
             return None
-        with contextlib.suppress(CheckpointError):
+        try:
             restored = store.restore(
                 require_run_metadata(run.built.views.abstract), before
             )
+        except CheckpointError as error:
+            _report_damage(run, error.steps)
     run.dataset = dataset.without(before + 1, fault.last if fault.skip else before)
     if jax.process_index() == 0:
         # The order matters. If the process dies in between, the run meets the fault

@@ -162,9 +162,12 @@ class Saver:
             )
 
     def report_bad_checkpoints(self) -> None:
-        """Writes an event for each checkpoint that a restore found damaged."""
+        """Tells loggers and the user of each checkpoint that a restore found damaged.
+
+        The restore has written their events.
+        """
         for step, reason in self.store.damaged_steps.items():
-            self.run.event("bad_checkpoint", step, reason=reason)
+            self.run.writer.repeat("bad_checkpoint", step, reason=reason)
             self.run.note(f"checkpoint {step} cannot be used: {reason}")
 
     def finish(self, step: int) -> str:

@@ -4,6 +4,7 @@ goes on from them.
 
 import errno
 import fcntl
+import os
 import shutil
 import threading
 import time
@@ -728,6 +729,25 @@ def test_a_start_takes_newer_copies_but_those_the_run_went_back_behind(
         copier = Copier(Copies(url), store)
         assert [error for _, error in ended(copier)] == []
         assert (3 in Copies(url).steps()) != undone
+
+
+@pytest.mark.parametrize("damaged", [(3,), (1, 2, 3)], ids=["one", "all"])
+@pytest.mark.parametrize("how", ["cut", "no manifest"])
+def test_damage_that_names_and_sizes_show_has_an_event_beside_its_copy(
+    saved, url, how, damaged
+):
+    for step in damaged:
+        if how == "cut":
+            os.truncate(saved / str(step) / "metadata" / "metadata", 9)
+        else:
+            (saved / str(step) / folders.MANIFEST).unlink()
+    fetch_missing(config_with(url), saved.parent, print)
+    assert folders.list_steps(saved)[-1] == 3
+    assert events_of(saved.parent, "checkpoint_fetched") == [3]
+    (bad,) = [e for e in read_events(saved.parent) if e["event"] == "bad_checkpoint"]
+    assert bad["step"] == 3
+    named = "metadata/metadata has 9 bytes" if how == "cut" else "manifest.json is"
+    assert named in bad["reason"]
 
 
 def test_a_folder_without_locks_takes_a_copy_only_where_it_has_no_step(

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from jaxdist.trainer.callbacks import (
 )
 from jaxdist.trainer.health import Diverged
 from jaxdist.trainer.step_log import STEPS_IN_FLIGHT
+from support.checkpoints import DAMAGE
 from support.runs import SMALL_MODEL
 
 STEPS = 4
@@ -311,6 +313,34 @@ def test_a_drift_goes_back_to_where_a_spike_went_back(tmp_path, capsys):
     assert [event["devices"] for event in starts] == [1, 1]  # of the eight that exist
     metadata = read_step(tmp_path / "run" / "checkpoints", 6).metadata
     assert metadata["skipped_data"] == [[2, 3], [3, 3]]
+
+
+class DivergingAfterDamage(Callback):
+    """Damages the checkpoint that the run would go back to, once."""
+
+    steps = 5
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._done = False
+
+    def on_step(self, view):
+        if not self._done:
+            self._done = True
+            damage, _ = DAMAGE["a bit of data"]
+            damage(self._folder / "checkpoints" / "4")
+            raise Diverged("drift", "", first=5, last=5, policy="rollback")
+
+
+def test_a_rollback_tells_of_the_damaged_step_that_it_passes_over(tmp_path):
+    workdir = tmp_path / "run"
+    run(workdir, DivergingAfterDamage(workdir), train__steps=6)
+    found = read_events(workdir)
+    (back,) = [event for event in found if event["event"] == "restore"]
+    assert back["step"] == 2
+    (bad,) = [event for event in found if event["event"] == "bad_checkpoint"]
+    assert bad["step"] == 4
+    assert DAMAGE["a bit of data"][1] in bad["reason"]
 
 
 def test_a_rollback_calls_on_fault_and_then_load(tmp_path):

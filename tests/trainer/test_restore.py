@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
-from jaxdist.checkpoint.folders import CheckpointError, StepInfo
+from jaxdist.checkpoint.folders import CheckpointError, StepInfo, list_steps
+from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import restore, run_metadata
 from jaxdist.trainer.run_metadata import Progress
+from support.checkpoints import DAMAGE
+from support.runs import SMALL_MODEL, train_here
 
 SOUND = {
     "progress": {"step": 8, "tokens_seen": 1024, "elapsed_s": 1},
@@ -61,3 +64,24 @@ def test_sound_metadata_is_believed():
 )
 def test_what_no_run_wrote_is_refused(group, value, words):
     assert words in checked(**{group: value})
+
+
+def test_a_damaged_step_has_its_event_before_the_run_goes_on(tmp_path):
+    """A start may be killed while it compiles, or find that no step is left."""
+    settings = SMALL_MODEL | {
+        "train.steps": 4,
+        "checkpoint.every_steps": 2,
+        "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 1,
+    }
+    workdir = tmp_path / "run"
+    assert train_here(workdir, **settings) == 0
+    damage, reason = DAMAGE["a bit of data"]
+    damage(workdir / "checkpoints" / "4")
+    assert train_here(workdir, **settings | {"train.steps": 2}) == 0
+    assert list_steps(workdir / "checkpoints") == [2]
+    found = read_events(workdir)
+    assert len([event for event in found if event["event"] == "start"]) == 1
+    (bad,) = [event for event in found if event["event"] == "bad_checkpoint"]
+    assert bad["step"] == 4
+    assert reason in bad["reason"]

@@ -76,10 +76,11 @@ def fetch_missing(
             )
         place.mkdir(parents=True, exist_ok=True)
         with _locked(place) as has_lock:
-            newest = _newest_sound(place, run)
+            newest, damaged = _newest_sound(place, run)
             if newest and has_lock:
                 fetcher = _Fetcher(config, folder, place, newest.run, say)
-                fetcher.fetch_newer(newest.step)
+                fetched = fetcher.fetch_newer(newest.step)
+                _write_events(folder, copies.url, _of_step(fetched, damaged))
             if newest:
                 return
             step, size, bad = fetch_newest(
@@ -110,6 +111,7 @@ def fetch_missing(
             f"{place} cannot be written ({error}); give a folder that can be written"
         ) from error
     _write_events(folder, copies.url, _copy_reasons(copies.url, bad), step, size)
+    _write_events(folder, copies.url, _of_step(step, damaged))
     if step:
         say(
             f"fetched step {step} from {copies.url} ({gib_text(size)}): there was none in {place}"
@@ -145,6 +147,8 @@ def _write_events(
       step: the step that was fetched; 0 = none.
       size: its bytes.
     """
+    if not bad and not step:
+        return
     with contextlib.closing(MetricsWriter(folder)) as writer:
         for damaged, reason in bad.items():
             writer.event("bad_checkpoint", damaged, reason=reason)
@@ -157,11 +161,26 @@ def _copy_reasons(url: str, bad: Mapping[int, str]) -> dict[int, str]:
     return {step: f"its copy in {url}: {reason}" for step, reason in bad.items()}
 
 
-def _newest_sound(place: Path, run: str | None) -> integrity.Manifest | None:
-    for step in reversed(folders.list_steps(place)):
-        with contextlib.suppress(CheckpointError, OSError):
-            return integrity.check(place, step, run=run, contents=False)
-    return None
+def _of_step(step: int, damaged: Mapping[int, str]) -> dict[int, str]:
+    """Selects the reason for one step, whose copy has taken its place."""
+    return {step: damaged[step]} if step in damaged else {}
+
+
+def _newest_sound(
+    place: Path, run: str | None
+) -> tuple[integrity.Manifest | None, dict[int, str]]:
+    """Finds the newest step whose manifest, names and sizes are right.
+
+    Returns:
+      Its manifest, None if there is none, and {step: reason} of newer damaged steps.
+    """
+    damaged: dict[int, str] = {}
+    for step in reversed(folders.all_steps(place)):
+        try:
+            return integrity.check(place, step, run=run, contents=False), damaged
+        except (CheckpointError, OSError) as error:
+            damaged[step] = error_text(error)
+    return None, damaged
 
 
 class _Fetcher:
