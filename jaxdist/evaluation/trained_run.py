@@ -35,7 +35,7 @@ from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import workdir
+from jaxdist.trainer import user_model, workdir
 from jaxdist.trainer.held_out import HeldOut, held_out
 from jaxdist.trainer.run_config import RunConfig
 
@@ -586,8 +586,19 @@ class TrainedRun:
 
         Raises:
           ConfigError: nothing is held out, the data are of another kind than the model
-            was trained on, or the stride is invalid.
+            was trained on, the stride is invalid, or the run was loaded without its
+            objective.
         """
+        trained_for = user_model.objective_in(self.config)
+        if (
+            trained_for
+            and user_model.objective_text(self.spec.objective) != trained_for
+        ):
+            raise ConfigError(
+                f"evaluate: the run was trained for {trained_for}, and was loaded without "
+                f"it. Its loss needs load_run(folder, model=..., objective=..., "
+                f"modules=...), with the arguments of fit."
+            )
         dataset = held_out_set.open_set(
             self.config,
             self.folder,

@@ -184,6 +184,33 @@ def maker(
     return build
 
 
+def maker_for(
+    config: RunConfig,
+    build: Build | None,
+    objective: Objective,
+    modules: Mapping[str, Model],
+) -> Build:
+    """Adds the objective to the maker of a run of `jaxdist.fit`.
+
+    Args:
+      config: the run's config.
+      build: the function that `maker` has found.
+      objective: the objective, as the caller passes it again.
+      modules: its frozen modules. Their values are those of the checkpoint.
+
+    Raises:
+      ConfigError: the run was trained for another objective, or a module cannot be used.
+    """
+    trained_for = objective_in(config) or "the loss of its model"
+    if build is None or objective_text(objective) != trained_for:
+        raise ConfigError(
+            f"objective: {objective_text(objective)}, and the run was trained for "
+            f"{trained_for}; give the same"
+        )
+    adapted, _ = with_objective(build, None, objective, modules)
+    return adapted
+
+
 # --- the config of a call of `fit` ----------------------------------------------------
 
 # keys that an argument sets and that a setting may still replace
@@ -257,6 +284,9 @@ def _refuse_settings(settings: Mapping[str, Any], arguments: Mapping[str, Any]) 
         )
 
 
+_OBJECTIVE = " for "  # in `model.name`, between the model and its objective
+
+
 def name_of(model: Model, build: Build) -> str:
     """Names the class of a caller's model, and the objective if there is one.
 
@@ -270,11 +300,20 @@ def name_of(model: Model, build: Build) -> str:
         model_class = describe(build).model_class
     name = f"{model_class.__module__}.{model_class.__qualname__}"
     if isinstance(build, TrainedFor):
-        described = type(build.objective).__qualname__
-        if dataclasses.is_dataclass(build.objective):  # its options, too
-            described = repr(build.objective)
-        name = f"{name} for {described}"
+        name += _OBJECTIVE + objective_text(build.objective)
     return name
+
+
+def objective_text(objective: Objective) -> str:
+    """Names an objective, with its options if it is a dataclass."""
+    if dataclasses.is_dataclass(objective):
+        return repr(objective)
+    return type(objective).__qualname__
+
+
+def objective_in(config: RunConfig) -> str:
+    """Names the objective that a caller of `fit` gave; "" if the loss is the model's."""
+    return str(config.model.get("name", "")).partition(_OBJECTIVE)[2]
 
 
 def optimizer_values(

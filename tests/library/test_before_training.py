@@ -22,7 +22,7 @@ from jaxdist.planner import dry_run
 from jaxdist.protocols.model_spec import describe
 from jaxdist.trainer import fine_tuning, run_config, user_model
 from jaxdist.verification import cases
-from support.objectives import MODEL, Preference, batch_of_pairs
+from support.objectives import MODEL, Preference, SumObjective, batch_of_pairs
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(48, 4)).astype(np.float32)
@@ -276,49 +276,58 @@ def make_policy(rngs: nnx.Rngs) -> Transformer:
     return Transformer(SMALL, rngs=rngs)
 
 
-def test_an_objective_trains_a_policy_against_its_frozen_modules(tmp_path):
-    batch = batch_of_pairs()
-    del batch["sample"]
-    given = {"objective": Preference(), "modules": {"reference": make_policy}}
+PAIRS = {name: x for name, x in batch_of_pairs().items() if name != "sample"}
+GIVEN = {"objective": Preference(), "modules": {"reference": make_policy}}
+ONE = {"devices": jax.devices()[:1]}
 
-    def train(model=make_policy, steps=2, **options):
-        settings = {"train.log_every": 1}
-        return fit(batch, model=model, steps=steps, settings=settings, **options)
 
-    run = train(**given, **TWO, mesh={"fsdp": 2})
-    first = run.metrics.train[0]
+def prefer(model=make_policy, steps=1, **options):
+    return fit(PAIRS, model=model, steps=steps, **options)
+
+
+def reference_of(run) -> jax.Array:
+    return run.outcome.state.modules["reference"]["embedding"]
+
+
+def test_an_objective_trains_a_policy_against_its_frozen_module(tmp_path):
+    run = prefer(folder=tmp_path, **GIVEN, **ONE)
     # The reference has the policy's first values, so a pair's loss is log 2.
-    assert first["loss"] == pytest.approx(np.log(2), rel=1e-4)
-    own = {"reference": run.model}
-    one = {"devices": jax.devices()[:1], "folder": tmp_path / "run"}
-    begun = train(run.model, **one, objective=Preference(), modules=own)
-    reference = begun.outcome.state.modules["reference"]
-    kernel = reference["embedding"]
-    np.testing.assert_array_equal(kernel, run.model.embedding[...])
-    assert np.abs(kernel - begun.model.embedding[...]).max() > 1e-4
-    # The checkpoint has the reference: it need not be given with its values again.
-    again = train(steps=3, **one, **given)
-    np.testing.assert_array_equal(
-        again.outcome.state.modules["reference"]["embedding"], kernel
-    )
-    assert np.isfinite(again.evaluate(batch).loss)
+    assert run.metrics.train[0]["loss"] == pytest.approx(np.log(2), rel=1e-4)
+    assert np.abs(reference_of(run) - run.model.embedding[...]).max() > 1e-4
+    options = {"model": make_policy, "log": lambda line: None}
+    loaded = jaxdist.load_run(tmp_path, **options, **GIVEN, **TWO)
+    loss = loaded.evaluate(PAIRS).loss
+    assert 0 < loss < np.log(2) - 0.1
+    alone = jaxdist.load_run(tmp_path, **options, **ONE)
+    with pytest.raises(ConfigError, match="was trained for Preference, and was loaded"):
+        alone.evaluate(PAIRS)
+    with pytest.raises(
+        ConfigError, match="SumObjective, and the run was trained for P"
+    ):
+        jaxdist.load_run(tmp_path, **options, objective=SumObjective())
     with pytest.raises(ConfigError, match="model.name: .* for Preference"):
-        train(steps=4, **one)
-    # The weights of another run, and a reference of its own.
+        prefer(steps=2, folder=tmp_path, **ONE)
+
+
+@pytest.mark.slow
+def test_a_frozen_module_with_values_of_its_own(tmp_path):
+    run = prefer(**GIVEN, **TWO, mesh={"fsdp": 2})
+    own = {"objective": Preference(), "modules": {"reference": run.model}}
+    begun = prefer(run.model, folder=tmp_path / "run", **own, **ONE)
+    embedding = np.asarray(run.model.embedding[...])
+    np.testing.assert_array_equal(reference_of(begun), embedding)
+    # The checkpoint has the reference: its values need not be given again.
+    again = prefer(steps=2, folder=tmp_path / "run", **GIVEN, **ONE)
+    np.testing.assert_array_equal(reference_of(again), embedding)
+    assert again.evaluate(PAIRS).loss < np.log(2) - 0.1
+    # The policy's weights are those of the run, and the reference's are its own.
     other = Transformer(SMALL, rngs=nnx.Rngs(9))
-    options = {"settings": {"init.from_run": str(tmp_path / "run")}}
-    mixed = fit(
-        batch,
-        model=make_policy,
-        steps=1,
-        devices=one["devices"],
-        objective=Preference(),
-        modules={"reference": other},
-        **options,
-    )
-    np.testing.assert_array_equal(
-        mixed.outcome.state.modules["reference"]["embedding"], other.embedding[...]
-    )
+    settings = {"init.from_run": str(tmp_path / "run")}
+    own = {"objective": Preference(), "modules": {"reference": other}}
+    mixed = prefer(settings=settings, **own, **ONE)
+    np.testing.assert_array_equal(reference_of(mixed), other.embedding[...])
+    near = np.abs(mixed.model.embedding[...] - again.model.embedding[...]).max()
+    assert near < 0.02 < np.abs(mixed.model.embedding[...] - other.embedding[...]).max()
 
 
 @pytest.mark.parametrize(
