@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import optax
 
+from jaxdist.config import ConfigError, extras
 from jaxdist.data.user_batches import Batches, open_user_batches
 from jaxdist.evaluation.fitted import Fitted
 from jaxdist.inference.sample import Sample
@@ -31,8 +32,10 @@ from jaxdist.operations.callbacks import (
 )
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.mesh import MeshConfig
+from jaxdist.protocols.objective import Objective
 from jaxdist.step.state import State
-from jaxdist.trainer import training, user_model
+from jaxdist.telemetry.display import print_safe
+from jaxdist.trainer import opening, preemption, training, user_model, validation
 from jaxdist.trainer.best import KeepBest
 from jaxdist.trainer.callbacks import Callback
 from jaxdist.trainer.loggers import Loggers
@@ -122,7 +125,8 @@ def fit(
     optimizer: optax.GradientTransformation | OptimizerConfig,
     batches: Batches,
     *,
-    steps: int,
+    steps: int | None = None,
+    epochs: float | None = None,
     mesh: Mapping[str, int] | MeshConfig | None = None,
     folder: Path | str | None = None,
     batch_size: int | None = None,
@@ -131,7 +135,11 @@ def fit(
     settings: Mapping[str, Any] | None = None,
     devices: Sequence[jax.Device] | None = None,
     hooks: Sequence[Callback] = (),
-) -> Fitted:
+    objective: Objective | None = None,
+    modules: Mapping[str, Model] | None = None,
+    verify: bool | str = False,
+    dry_run: bool = False,
+) -> Fitted | Any:  # Any stands for DryRun: callers that train need not tell them apart
     """Trains a model and returns it. If `folder` holds a run, training resumes.
 
     The run has all callbacks of the command `train`. The ledger begins with this call.
@@ -141,11 +149,13 @@ def fit(
       model: an nnx module, which is not changed; or a function that makes one from an
         nnx.Rngs. See docs/your-own-model.md.
       optimizer: a transformation of optax, used unchanged; or a jaxdist config, whose
-        schedule ends at `steps`.
+        schedule ends at the last step.
       batches: {entry: array of [N, ...]}, which jaxdist shuffles; or a function from
         the step (from 0) to a global batch; or an iterable of global batches. A resumed
         run skips the batches of an iterable that it has trained on.
       steps: updates in total, including those before a resume.
+      epochs: passes over `batches`, in place of `steps`, if they are arrays; the last
+        may be a part.
       mesh: sizes of mesh axes, such as dict(fsdp=4, tensor=2). The axis `data` takes
         the remaining devices. Default: all devices are `data`.
       folder: folder for checkpoints, metrics and events. Default: a temporary folder
@@ -159,22 +169,36 @@ def fit(
       devices: devices to train on; default: all.
       hooks: additional callbacks, such as [jaxdist.every(100, function)]; see
         docs/library.md.
+      objective: the loss in place of the model's own, such as one that compares the
+        model with a frozen reference; see docs/recipes.md.
+      modules: the frozen modules of the objective by name, each in the forms of
+        `model`. A function makes one with the seed's random values: those that the
+        model starts with, if it is the model's own function.
+      verify: whether to compare a step of the model on each layout of these devices
+        with one device before training, as the command `verify` does. A text selects
+        the layouts whose names contain it, such as "fsdp 8".
+      dry_run: whether to return the report of `train --dry-run`, a
+        planner.dry_run.DryRun, in place of training. It reads the first batch and
+        compiles the step. Nothing is written.
 
     Raises:
       ConfigError: the arguments are invalid. It lists all faults, each with its fix, and
-        nothing was compiled.
+        nothing was compiled. Or `verify` found a layout that differs.
       TrainingStopped: losses stayed non-finite.
       Preempted: a signal other than a Ctrl-C to one process stopped the run. A script
         that does not catch it exits with 75.
     """
-    build, initial = user_model.builder(model)
+    build, own_values = user_model.builder(model)
+    build, initial = user_model.with_objective(
+        build, own_values, objective, modules or {}
+    )
     dataset, size = open_user_batches(
         batches, size=batch_size, validation=validation, seed=seed
     )
     config = user_model.config_of_fit(
         {
             "seed": seed,
-            "train.steps": steps,
+            **user_model.length_values(steps, epochs, dataset),
             "batch.global_size": size,
             "data.path": dataset.samples,
             "model.name": user_model.name_of(model, build),
@@ -186,6 +210,19 @@ def fit(
         saves=bool(folder),
     )
     transform = None if isinstance(optimizer, OptimizerConfig) else optimizer
+    inputs = UserInputs(
+        build=build, dataset=dataset, optimizer=transform, initial=initial
+    )
+    if verify or dry_run:
+        preemption.refuse_unjoined()
+        all_devices = jax.devices() if devices is None else devices
+        if folder:
+            opening.check_workdir(Path(folder), config)
+        if verify:
+            _verify(config, all_devices, inputs, "" if verify is True else verify)
+        if dry_run:
+            planner = extras.load("jaxdist.planner.dry_run")
+            return planner.dry_run(config, all_devices, lambda line: None, inputs)
     temporary = None
     if not folder:
         temporary = tempfile.TemporaryDirectory(prefix="jaxdist-")
@@ -196,9 +233,45 @@ def fit(
         workdir,
         title=workdir.name,
         devices=devices,
-        inputs=training.UserInputs(
-            build=build, dataset=dataset, optimizer=transform, initial=initial
-        ),
+        inputs=inputs,
         callbacks=[*run_callbacks(config, workdir), *hooks],
     )
     return Fitted.of(outcome, dataset, workdir, temporary)
+
+
+def _verify(
+    config: RunConfig, devices: Sequence[jax.Device], inputs: UserInputs, only: str
+) -> None:
+    """Compares one step of the caller's model on each layout with one device.
+
+    Args:
+      config: the run's config.
+      devices: the devices to lay the model out on.
+      inputs: the caller's model, data and optimizer.
+      only: a part of the names of the layouts to compare; "" = all.
+
+    Raises:
+      ConfigError: the config is invalid, nothing can be compared, or a layout differs.
+    """
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"verify: there are {jax.process_count()} processes, and it compares layouts "
+            f"in one. Verify the model in one process, then train without verify."
+        )
+    if len(devices) < 2:
+        raise ConfigError(
+            "verify: there is one device, and layouts need two. Verify the model on "
+            "emulated devices: JAX_PLATFORMS=cpu, and "
+            "jax.config.update('jax_num_cpu_devices', 8) before anything else of jax."
+        )
+    validation.validate(config, devices, with_data=False, build=inputs.build)
+    runner = extras.load("jaxdist.verification.runner")
+    report = runner.verify_layouts(
+        config, devices, only=only, log=print_safe, given=inputs
+    )
+    if not report.passed:
+        raise ConfigError(
+            f"verify: the model's loss depends on the layout, or its gradients do; see "
+            f"docs/your-own-model.md. Nothing was trained.\n{report}"
+        )
+    print_safe(report.summary())

@@ -19,7 +19,7 @@ if __name__ == "__main__":
 import jax
 
 from jaxdist import interop, library
-from jaxdist.config import EXIT_PREEMPTED, extras
+from jaxdist.config import EXIT_PREEMPTED, ConfigError, extras
 from jaxdist.config.redact import without_secrets
 from jaxdist.data import SourceError
 from jaxdist.distributed import coordination, initialize
@@ -91,7 +91,9 @@ def _dry_run(config: RunConfig) -> None:
     emulated = dry_run.missing_devices(config.mesh, os.environ)
     if emulated:
         jax.config.update("jax_num_cpu_devices", emulated)
-    dry_run.dry_run(_resolve_remat(config), jax.devices())
+    report = dry_run.dry_run(_resolve_remat(config), jax.devices())
+    if report.refusal:
+        raise ConfigError(report.refusal)
 
 
 def _resolve_remat(

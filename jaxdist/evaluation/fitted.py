@@ -21,6 +21,9 @@ from jaxdist.trainer import preemption, save_weights
 from jaxdist.trainer.callbacks import TrainResult
 from jaxdist.trainer.held_out import HeldOut, held_out
 
+# `Fitted.stopped` of a run that has done all its steps
+FINISHED = "finished"
+
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
@@ -28,7 +31,9 @@ class Fitted:
 
     folder: Path
     step: int  # number of finished updates
-    stopped: str  # why the run ended early, and how to resume; "" if it did not
+    # "finished", or why the run ended before its last step: docs/library.md lists the
+    # values
+    stopped: str
     # its state has flat layers, the weights (their average, if one is kept) and no
     # optimizer state
     outcome: TrainResult
@@ -63,7 +68,7 @@ class Fitted:
         )
         step = int(state.step)
         position = f"step {step} of {outcome.composition.config.train.steps}"
-        stopped = ""
+        stopped = FINISHED
         if outcome.stopped:
             next_call = f"saved in {folder}: the same call of fit resumes there"
             if temporary:
@@ -173,7 +178,7 @@ class Fitted:
     def __repr__(self) -> str:
         composition = self.outcome.composition
         step = f"step {self.step}"
-        if self.stopped:
+        if self.stopped != FINISHED:
             step = f"stopped after {step} of {composition.config.train.steps}"
         loss = ""
         if self.metrics.train:

@@ -1,6 +1,6 @@
 """Loads a trained run from its workdir onto devices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,7 @@ from jaxdist.config import ConfigError
 from jaxdist.evaluation import layout
 from jaxdist.evaluation.trained_run import TrainedRun
 from jaxdist.parallel.mesh import MeshConfig
+from jaxdist.protocols.objective import Objective
 from jaxdist.trainer import user_model, workdir
 from jaxdist.trainer.best import best_step
 from jaxdist.trainer.user_model import Model
@@ -28,7 +29,8 @@ def load_run(
     target: str | None = None,
     trust_code: bool | None = None,
     model: Model | None = None,
-    modules: bool = True,
+    objective: Objective | None = None,
+    modules: bool | Mapping[str, Model] = True,
 ) -> TrainedRun:
     """Loads the run of a workdir with the weights of one checkpoint.
 
@@ -48,8 +50,11 @@ def load_run(
       trust_code: whether to import the model's module because the run's config names
         it. None: only if the module is part of jaxdist or already imported.
       model: for a run of `jaxdist.fit`: the model that `fit` was called with.
+      objective: for a run of `jaxdist.fit`: the objective that `fit` was called with.
+        Only `evaluate` needs it.
       modules: whether to load the frozen modules of the objective. `evaluate` needs
-        them; generating and scoring text does not.
+        them; generating and scoring text does not. With `objective`: the modules that
+        `fit` was called with.
 
     Raises:
       ConfigError: there is no run, the model's code is not trusted, the mesh is
@@ -60,6 +65,9 @@ def load_run(
     config = workdir.read_config(folder, named=target, trust_code=trust_code)
     devices = list(jax.devices() if devices is None else devices)
     maker = user_model.maker(config, folder, model, target)
+    if objective is not None:
+        given = modules if isinstance(modules, Mapping) else {}
+        maker = user_model.maker_for(config, maker, objective, given)
     composition = layout.fitted(config, devices, mesh, maker)
     config = composition.config
     spec = composition.spec
@@ -73,7 +81,7 @@ def load_run(
         checkpoints, config.checkpoint, mode="read", run=run
     ) as store:
         try:
-            weights = layout.weights_alone(built.abstract_state, modules=modules)
+            weights = layout.weights_alone(built.abstract_state, modules=bool(modules))
             restored = store.restore(weights, step, partial=True).state
         except LayoutError as error:
             raise ConfigError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -28,12 +29,13 @@ from jaxdist.inference.decoding import (
     text_generator,
     until_stop,
 )
+from jaxdist.inference.logits import Ids, LogitsFunction
 from jaxdist.inference.scoring import Score, Scorer, build_scorer, windows
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import workdir
+from jaxdist.trainer import user_model, workdir
 from jaxdist.trainer.held_out import HeldOut, held_out
 from jaxdist.trainer.run_config import RunConfig
 
@@ -78,6 +80,47 @@ class TrainedRun:
     def rules(self) -> Rules:
         """The sharding rules of the model's arrays."""
         return self.built.rules
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The module with its trained weights, in evaluation mode.
+
+        Its arrays are split over the mesh as in training. Calls compute in the dtype
+        of the parameters; `logits` computes in the compute dtype of the run.
+        """
+        return self.spec.assemble(*self.state.model_arrays)
+
+    def logits(
+        self, ids: Ids, *, positions: Ids | None = None, segment_ids: Ids | None = None
+    ) -> jax.Array:
+        """Computes the logits of token ids as training does, without dropout.
+
+        It compiles once for each shape of the ids. The result is on the devices of the
+        mesh. A run with 8-bit matmuls is read in its compute dtype.
+
+        Args:
+          ids: token ids, integers [B, S].
+          positions: position of each token in its document, integers [B, S]; default:
+            0 to S - 1.
+          segment_ids: documents of each row, integers [B, S]; a token sees tokens of
+            its own document only. Default: a row is one document.
+
+        Returns:
+          Float32 [B, S, V]; [:, i] scores the token after ids[:, i].
+
+        Raises:
+          ConfigError: the model has no `forward(batch)` that returns logits; or an
+            array has another shape or dtype, an id is no token of the model, or a row
+            is too long. It lists all faults.
+        """
+        return self._logits(
+            self.state.model_arrays, ids, positions=positions, segment_ids=segment_ids
+        )
+
+    @functools.cached_property
+    def _logits(self) -> LogitsFunction:
+        compute = self.config.precision.compute
+        return LogitsFunction(self.spec, self.mesh, self.rules, compute)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -543,8 +586,19 @@ class TrainedRun:
 
         Raises:
           ConfigError: nothing is held out, the data are of another kind than the model
-            was trained on, or the stride is invalid.
+            was trained on, the stride is invalid, or the run was loaded without its
+            objective.
         """
+        trained_for = user_model.objective_in(self.config)
+        if (
+            trained_for
+            and user_model.objective_text(self.spec.objective) != trained_for
+        ):
+            raise ConfigError(
+                f"evaluate: the run was trained for {trained_for}, and was loaded without "
+                f"it. Its loss needs load_run(folder, model=..., objective=..., "
+                f"modules=...), with the arguments of fit."
+            )
         dataset = held_out_set.open_set(
             self.config,
             self.folder,

@@ -25,6 +25,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.hardware.chips import Chip, chip_for, platform_of
@@ -49,20 +50,26 @@ from jaxdist.trainer.costs import costs_of
 HOST = "host memory"  # component of offloaded activations, not in a device's peak
 
 
-def components(composition: Composition, target: Target | jax.Device) -> Components:
+def components(
+    composition: Composition,
+    target: Target | jax.Device,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Components:
     """Counts the bytes of a device at the step's peak by component, the largest first.
 
     Args:
       composition: the run on its mesh.
       target: the hardware; its compiler decides the lifetimes of some values.
+      optimizer: the caller's optimizer; default: that of the config.
     """
     platform = platform_of(target.platform)
     chip = _chip(target)
     waits = platform == "tpu" and chip is not None and not chip.sparse_core_collectives
     ordered = waits or composition.shape.sizes["context"] > 1
-    peak = _peak(_Step(composition, platform, ordered=ordered))
+    state = held_state(composition, platform, optimizer)
+    peak = _peak(_Step(composition, platform, state, ordered=ordered))
     if platform == "tpu" and chip and accounted_peak(peak) > chip.capacity_bytes:
-        peak = _peak(_Step(composition, "tpu", ordered=True, pressed=True))
+        peak = _peak(_Step(composition, "tpu", state, ordered=True, pressed=True))
     sizes = [(name, size) for name, size in peak.items() if size]
     sizes.sort(key=lambda item: -item[1])
     return dict(sizes)
@@ -124,6 +131,7 @@ class _Step:
     Args:
       composition: the run on its mesh.
       platform: tpu, gpu or cpu.
+      state: bytes of the state and the batch, by component.
       ordered: whether the head's gradient is reduced before the layers' backward
         passes. A barrier orders it so on TPUs whose compute waits for sums
         (`ops.dense_matmul.waits_for_sums`), and with split sequences.
@@ -136,6 +144,7 @@ class _Step:
         self,
         composition: Composition,
         platform: str,
+        state: Components,
         *,
         ordered: bool = False,
         pressed: bool = False,
@@ -183,7 +192,7 @@ class _Step:
         # keys and values of other devices in one layer
         keys = max((share.held for share in shares), default=0)
         self.remote_keys_bytes = sequences * keys
-        self.state = held_state(composition, platform)
+        self.state = state
 
     # --- moments ----------------------------------------------------------------------
 

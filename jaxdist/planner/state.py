@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.optim import optimizers
@@ -31,24 +32,29 @@ STATE = (  # components that a checkpoint contains
 )
 
 
-def held_state(composition: Composition, platform: str) -> Components:
+def held_state(
+    composition: Composition,
+    platform: str,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Components:
     """Counts the bytes of the state and the batch on a device, by component.
 
     Args:
       composition: the run on its mesh.
       platform: tpu, gpu or cpu.
+      optimizer: the caller's optimizer; default: that of the config.
     """
     run = composition.config
     rules = composition.rules
     spec = composition.spec_by_stage
     tree = spec.trainable
-    moments = _moments(composition, spec)
+    moments = _moments(composition, spec, optimizer)
     rows = [rules.state(names, x.shape) for x, names in spec.named_trainable().values()]
     specs = state_specs(
         moments, tree, jax.tree.unflatten(jax.tree.structure(tree), rows)
     )
     places = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
-    offloaded = _offloaded(composition, moments, platform)
+    offloaded = _offloaded(composition, moments, platform, optimizer)
     optimizer_bytes, optimizer_on_host = _split(
         _leaf_bytes(rules, jax.tree.leaves(moments), places), offloaded.moments
     )
@@ -139,17 +145,24 @@ def shard_size(rules: Rules, sharding: P, dims: Sequence[int]) -> int:
 _states: dict[str, Any] = {}
 
 
-def _moments(composition: Composition, spec: ModelSpec) -> Any:
+def _moments(
+    composition: Composition,
+    spec: ModelSpec,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Any:
     """Traces the optimizer's abstract state.
 
     Args:
       composition: the run on its mesh.
       spec: the model, with its layers either in one stack or in stages.
+      optimizer: the caller's optimizer; default: that of the config.
     """
     run = composition.config
     stored = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, run.precision.params), spec.trainable
     )
+    if optimizer is not None:
+        return jax.eval_shape(optimizer.init, stored)
     shapes = [
         (path, x.shape, names) for path, (x, names) in spec.named_trainable().items()
     ]
@@ -162,7 +175,12 @@ def _moments(composition: Composition, spec: ModelSpec) -> Any:
     return _states[key]
 
 
-def _offloaded(composition: Composition, moments: Any, platform: str) -> Trained:
+def _offloaded(
+    composition: Composition,
+    moments: Any,
+    platform: str,
+    optimizer: optax.GradientTransformation | None,
+) -> Trained:
     """Marks with True the moments and averages that stay in host memory."""
     run = composition.config
     spec = composition.spec_by_stage
@@ -173,7 +191,7 @@ def _offloaded(composition: Composition, moments: Any, platform: str) -> Trained
         none: Trained = jax.tree.map(lambda _: False, state)
         return none
     rule = build_update_rule(
-        run.optimizer,
+        optimizer or run.optimizer,
         None,
         composition.spec,
         run.train.ema_decay,

@@ -27,7 +27,7 @@ from jaxdist.protocols.model_spec import ModelSpec, describe, stored_dtype
 from jaxdist.step.loss_scale import DynamicLossScale
 from jaxdist.step.step_config import StepConfig
 from jaxdist.step.train_step import TrainStep, build_train_step
-from jaxdist.trainer.run_config import Build, RunConfig
+from jaxdist.trainer.run_config import Build, RunConfig, TrainedFor
 
 # --- a run's config alone -------------------------------------------------------------
 
@@ -75,11 +75,15 @@ def model_spec(config: RunConfig, build: Build | None = None) -> ModelSpec:
       ConfigError: the model cannot be built.
     """
     build = build or registry.build_function(config.model_class, config.model_options)
-    return describe(
+    spec = describe(
         lora.adapted(build, config.lora),
         frozen=config.optimizer.frozen,
         rules=config.sharding.rules,
     )
+    if isinstance(build, TrainedFor):
+        modules = {name: describe(module) for name, module in build.modules.items()}
+        spec = spec.trained_for(build.objective, modules)
+    return spec
 
 
 def batch_shapes(

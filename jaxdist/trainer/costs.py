@@ -34,11 +34,16 @@ def itemsize_of(config: RunConfig) -> int:
     return jnp.dtype(config.precision.compute).itemsize
 
 
-def undeclared_lines(config: RunConfig) -> list[str]:
-    """Warns that a model declares no costs; [] if it does, or if it counts its FLOPs."""
+def undeclared_lines(config: RunConfig, name: str = "") -> list[str]:
+    """Warns that a model declares no costs; [] if it does, or if it counts its FLOPs.
+
+    Args:
+      config: the run's config.
+      name: the model's class; default: that of the config.
+    """
     if costs_of(config) or registry.model_hook(config.model_config, "flops_per_token"):
         return []
     return [
-        f"costs: {config.model_class.__name__} declares none (Config.costs); its FLOPs are "
+        f"costs: {name or config.model_class.__name__} declares none (Config.costs); its FLOPs are "
         f"counted in its program, and what its layers send is left out"
     ]

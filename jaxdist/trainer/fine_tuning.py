@@ -4,8 +4,11 @@ Most configs are for random weights: their learning rates destroy trained ones, 
 their default corpus is nobody's own. Such a value is accepted if the user has set its
 key, or if the weights were trained with the same value.
 
-`check` is a rule of the command `train`. A program that passes a RunConfig, or an
-OptimizerConfig to `fit`, has chosen its values itself. `warnings` are for all runs.
+`check` is a rule of the command `train`. A RunConfig does not record which keys were
+set, so a program that passes one has chosen its values itself. `fit` cannot break the
+rules: it has no default data, and no default optimizer. An OptimizerConfig has a value
+for random weights only if the caller set it, since its defaults suit trained weights.
+`warnings` are for all runs.
 """
 
 from collections.abc import Collection, Iterator, Mapping

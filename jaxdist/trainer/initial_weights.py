@@ -19,6 +19,7 @@ from jaxdist.config.annotations import NamesWeights
 from jaxdist.data import tokenizer_config
 from jaxdist.distributed import consistency
 from jaxdist.models.model_values import POSITIONS, differing_values, for_logits
+from jaxdist.step.first_state import MODULES
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer.from_run import AnotherRun
@@ -163,13 +164,17 @@ def init_from_sources(
       CheckpointError: no checkpoint of init.from_run can be used.
     """
     state: State
-    if initial and not config.init.from_run:
-        state = built.init(_on_devices(initial, built))
+    given = on_devices(initial or {}, built)
+    if given and not config.init.from_run:
+        state = built.init(given)
         return state
     target = Target(config, built.views.abstract, build)
     opened = [_open(source, target) for source in sources]
     loaded = [weights.load() for weights in opened]
     values: dict[str, Any] = {}
+    if built.abstract_state.modules:
+        prefix = f"{MODULES}/"
+        values = {path: x for path, x in given.items() if path.startswith(prefix)}
     for weights in loaded:
         values |= weights.values
         if jax.process_index() == 0:
@@ -181,7 +186,7 @@ def init_from_sources(
     return state
 
 
-def _on_devices(
+def on_devices(
     initial: Mapping[str, np.ndarray], built: TrainStep
 ) -> dict[str, jax.Array]:
     """Copies initial values to the devices, each with the sharding of the run."""
@@ -190,6 +195,9 @@ def _on_devices(
         flat.model_state
     )
     abstract |= trees.flatten_names(flat.frozen)
+    for name, module in flat.modules.items():
+        for path, x in trees.flatten_names(module).items():
+            abstract[f"{MODULES}/{name}/{path}"] = x
     return {
         path: jax.device_put(np.asarray(x), abstract[path].sharding)
         for path, x in initial.items()

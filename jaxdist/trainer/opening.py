@@ -81,7 +81,7 @@ def open_run_data(
     return dataset
 
 
-def settle_epochs(run: Run) -> None:
+def settle_epochs(run: Run, user_dataset: Dataset | None = None) -> None:
     """Replaces train.epochs by the number of steps.
 
     It opens the data to count it. The run opens them again: callbacks, the schedule and
@@ -89,6 +89,7 @@ def settle_epochs(run: Run) -> None:
 
     Args:
       run: the run, whose config has train.epochs.
+      user_dataset: the caller's data; None: the data of `data.*`.
 
     Raises:
       ConfigError: the data cannot be counted, or the steps are too many.
@@ -96,7 +97,7 @@ def settle_epochs(run: Run) -> None:
     epochs = run.config.train.epochs
     size = run.config.batch.global_size
     with coordination.raise_on_all():
-        dataset = batching.open_data(run.config, run.folder, run.say)
+        dataset = user_dataset or batching.open_data(run.config, run.folder, run.say)
     samples = dataset.epoch_samples
     if samples is None:
         raise ConfigError(

@@ -40,11 +40,25 @@ from jaxdist.parallel.offload import OffloadConfig
 from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.parallel.precision import PrecisionConfig
 from jaxdist.parallel.remat import RematConfig
+from jaxdist.protocols.objective import Objective
 from jaxdist.protocols.param_names import ShardingConfig
 
 Build = Callable[[nnx.Rngs], nnx.Module]
 Auto = Literal["auto"]
 AUTO: Final = "auto"  # value of keys that a run may choose by its data
+
+
+@dataclass(frozen=True)
+class TrainedFor:
+    """A function that makes a caller's model, with the objective to train it for."""
+
+    build: Build
+    objective: Objective
+    modules: Mapping[str, Build]  # make the frozen modules of the objective, by name
+
+    def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
+        """Makes the model."""
+        return self.build(rngs)
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def train(
             all_callbacks.phase("start")
             opening.open_workdir(this_run, requested, all_callbacks, stack)
             if config.train.epochs:
-                opening.settle_epochs(this_run)
+                opening.settle_epochs(this_run, inputs.dataset)
                 composition = this_run.composition
                 config = this_run.config
             all_callbacks.start(this_run)

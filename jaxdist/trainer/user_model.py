@@ -3,8 +3,10 @@
 The model is converted to a function of nnx.Rngs. The config is made of the arguments.
 """
 
+import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,10 @@ from jaxdist.models import registry
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.protocols.model_spec import describe
+from jaxdist.protocols.objective import Objective
+from jaxdist.step.first_state import MODULES
 from jaxdist.trainer import initial_weights, run_config
-from jaxdist.trainer.run_config import Build, RunConfig
+from jaxdist.trainer.run_config import Build, RunConfig, TrainConfig, TrainedFor
 
 Model = nnx.Module | type[nnx.Module] | Build
 
@@ -48,6 +52,54 @@ def builder(model: Model) -> tuple[Build, dict[str, np.ndarray] | None]:
             f"model: {model!r}; required an nnx.Module, or a function of rngs that makes one"
         )
     return functools.partial(_build, model, _takes_rngs_by_name(model)), None
+
+
+def with_objective(
+    build: Build,
+    initial: Mapping[str, np.ndarray] | None,
+    objective: Objective | None,
+    modules: Mapping[str, Model],
+) -> tuple[Build, Mapping[str, np.ndarray] | None]:
+    """Adds an objective and its frozen modules to a caller's model.
+
+    Args:
+      build: makes the model.
+      initial: initial values of the model by path; None = those of `build`.
+      objective: the objective; None = the model's own loss.
+      modules: the frozen modules by name, in the forms of a model.
+
+    Returns:
+      The function that makes the model; and initial values, with those of modules as
+      `modules/NAME/PATH`.
+
+    Raises:
+      ConfigError: there are modules without an objective, the objective is none, or a
+        module cannot be used.
+    """
+    if objective is None:
+        if modules:
+            raise ConfigError(
+                f"modules: {', '.join(modules)} would not be read, because the model's own "
+                f"loss has no frozen modules; give an objective"
+            )
+        return build, initial
+    if not isinstance(objective, Objective):
+        raise ConfigError(
+            f"objective: {objective!r:.80}; required an object of a subclass of "
+            f"jaxdist.protocols.objective.Objective"
+        )
+    values = dict(initial or {})
+    builders = {}
+    for name, module in modules.items():
+        builders[name], given = builder(module)
+        if given is None and initial is not None:
+            raise ConfigError(
+                f"modules: {name} is a function, and the model is a module with values; "
+                f"give {name} as a module with its values, too"
+            )
+        for path, value in (given or {}).items():
+            values[f"{MODULES}/{name}/{path}"] = value
+    return TrainedFor(build, objective, builders), values or None
 
 
 def _builder_of_module(model: nnx.Module) -> tuple[Build, dict[str, np.ndarray]]:
@@ -121,6 +173,33 @@ def maker(
     return build
 
 
+def maker_for(
+    config: RunConfig,
+    build: Build | None,
+    objective: Objective,
+    modules: Mapping[str, Model],
+) -> Build:
+    """Adds the objective to the maker of a run of `jaxdist.fit`.
+
+    Args:
+      config: the run's config.
+      build: the function that `maker` has found.
+      objective: the objective, as the caller passes it again.
+      modules: its frozen modules. Their values are those of the checkpoint.
+
+    Raises:
+      ConfigError: the run was trained for another objective, or a module cannot be used.
+    """
+    trained_for = objective_in(config) or "the loss of its model"
+    if build is None or objective_text(objective) != trained_for:
+        raise ConfigError(
+            f"objective: {objective_text(objective)}, and the run was trained for "
+            f"{trained_for}; give the same"
+        )
+    adapted, _ = with_objective(build, None, objective, modules)
+    return adapted
+
+
 # --- the config of a call of `fit` ----------------------------------------------------
 
 # keys that an argument sets and that a setting may still replace
@@ -149,14 +228,12 @@ def config_of_fit(
     arguments = {
         "data.source": "given",
         "model.target": registry.USER_TARGET,
-        "train.epochs": 0.0,
         **arguments,
     }
     _refuse_settings(settings, arguments)
     values = schema.flatten(run_config.default_config(registry.USER_TARGET))
-    values["train.eval_every"] = 0
-    if evaluates:
-        values["train.eval_every"] = max(arguments["train.steps"] // 10, 1)
+    if not evaluates:
+        values["train.eval_every"] = 0
     if not saves:
         values["checkpoint.every_steps"] = 0
         values["checkpoint.save_at_end"] = False
@@ -196,8 +273,11 @@ def _refuse_settings(settings: Mapping[str, Any], arguments: Mapping[str, Any]) 
         )
 
 
+_OBJECTIVE = " for "  # in `model.name`, between the model and its objective
+
+
 def name_of(model: Model, build: Build) -> str:
-    """Names the class of a caller's model.
+    """Names the class of a caller's model, and the objective if there is one.
 
     Args:
       model: the model as the caller passed it.
@@ -207,7 +287,22 @@ def name_of(model: Model, build: Build) -> str:
         model_class = type(model)
     else:
         model_class = describe(build).model_class
-    return f"{model_class.__module__}.{model_class.__qualname__}"
+    name = f"{model_class.__module__}.{model_class.__qualname__}"
+    if isinstance(build, TrainedFor):
+        name += _OBJECTIVE + objective_text(build.objective)
+    return name
+
+
+def objective_text(objective: Objective) -> str:
+    """Names an objective, with its options if it is a dataclass."""
+    if dataclasses.is_dataclass(objective):
+        return repr(objective)
+    return type(objective).__qualname__
+
+
+def objective_in(config: RunConfig) -> str:
+    """Names the objective that a caller of `fit` gave; "" if the loss is the model's."""
+    return str(config.model.get("name", "")).partition(_OBJECTIVE)[2]
 
 
 def optimizer_values(
@@ -233,6 +328,40 @@ def optimizer_values(
         "optimizer.weight_decay": 0.0,
         "optimizer.clip_norm": 0.0,
     }
+
+
+def length_values(
+    steps: int | None, epochs: float | None, dataset: Dataset
+) -> dict[str, Any]:
+    """Makes the values of the keys that say how long a run is.
+
+    Args:
+      steps: updates in total.
+      epochs: passes over the samples of `dataset`.
+      dataset: the caller's data.
+
+    Raises:
+      ConfigError: not exactly one of both is given, or there are no epochs.
+    """
+    if steps is not None and epochs is not None:
+        raise ConfigError(
+            f"steps={steps} and epochs={epochs:g}: both say how long the run is; leave "
+            f"one of them out"
+        )
+    if epochs is None:
+        if steps is None:
+            raise ConfigError(
+                "steps or epochs: fit needs one of them, which say how long the run is"
+            )
+        return {"train.steps": steps, "train.epochs": 0.0}
+    if not 0 < epochs < math.inf:
+        raise ConfigError(f"epochs={epochs}: must be a positive number")
+    if dataset.epoch_samples is None:
+        raise ConfigError(
+            f"epochs={epochs:g}: the number of samples is known of a dict of arrays "
+            f"alone; give steps, since a function or an iterable may have any length"
+        )
+    return {"train.steps": TrainConfig.steps, "train.epochs": float(epochs)}
 
 
 def mesh_values(mesh: Mapping[str, int] | MeshConfig | None) -> dict[str, Any]:

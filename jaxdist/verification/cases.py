@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config import ConfigError, schema
-from jaxdist.data import DataConfig, open_dataset
+from jaxdist.data import DataConfig, Dataset, open_dataset
 from jaxdist.models import experts, registry
 from jaxdist.parallel.axes import AXES, BATCH_AXES, SEARCHED
 from jaxdist.parallel.context import ContextConfig
 from jaxdist.parallel.pipeline.partition import PipelineConfig
 from jaxdist.protocols.dim_names import FSDP_NAME
+from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.trainer import compose, validation
-from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_config import Build, RunConfig
 
 JITTER = 0.05  # standard deviation of the noise added to initial parameters
 MOMENT = 1e-3  # mean of the initial optimizer moments
@@ -51,7 +52,7 @@ Routing = Literal["", "chosen", "given", "skewed"]
 
 
 def shrink_config(
-    run: RunConfig, num_devices: int
+    run: RunConfig, num_devices: int, build: Build | None = None
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Makes a run tiny and keeps all its variants.
 
@@ -60,6 +61,7 @@ def shrink_config(
     Args:
       run: a config of any size.
       num_devices: number of devices that layouts split the model over.
+      build: makes the caller's model; default: the config names the model.
 
     Returns:
       The run, and a line for each group of changes.
@@ -87,18 +89,21 @@ def shrink_config(
         # Batches are synthetic, so the source of the data does not matter.
         data = DataConfig(packing=run.data.packing)
         run = compose.with_overrides(run, {"data": data})
-    new |= _tiny_model(run, length, num_devices)
+    new |= _tiny_model(run, length, num_devices, build)
     changed = {path: value for path, value in new.items() if old[path] != value}
     return compose.with_overrides(run, changed), _change_lines(old, changed)
 
 
-def _tiny_model(run: RunConfig, length: int, num_devices: int) -> Overrides:
+def _tiny_model(
+    run: RunConfig, length: int, num_devices: int, build: Build | None
+) -> Overrides:
     """Shrinks a model; {} for one whose Config has no `tiny`.
 
     Args:
       run: the config.
       length: the shrunk sequence length.
       num_devices: a divisor of the dims that layouts split.
+      build: makes the caller's model; default: the config names the model.
 
     Raises:
       ConfigError: the model cannot be shrunk and has more than 5 M parameters.
@@ -106,7 +111,7 @@ def _tiny_model(run: RunConfig, length: int, num_devices: int) -> Overrides:
     config = run.model_config
     tiny = registry.model_hook(config, "tiny")
     if not tiny:
-        _refuse_if_large(run)
+        _refuse_if_large(run, build)
         return {}
     split = (*getattr(config, "tensor_parallel_dims", ()), FSDP_NAME, "num_experts")
     overrides: Overrides = {}
@@ -129,33 +134,44 @@ def _change_lines(old: Overrides, changed: Overrides) -> tuple[str, ...]:
     )
 
 
-def _refuse_if_large(run: RunConfig) -> None:
+def _refuse_if_large(run: RunConfig, build: Build | None) -> None:
     """Refuses a model that is too large to be verified as it is."""
     on_one_device = compose.with_overrides(run, ONE_DEVICE)
-    spec = validation.validate(on_one_device, jax.devices()[:1]).spec
+    spec = validation.validate(
+        on_one_device, jax.devices()[:1], with_data=build is None, build=build
+    ).spec
     if spec.parameter_count > LARGEST_AS_IS:
+        name = run.model["target"]
+        why = "(its Config has no tiny())"
+        if build is not None:
+            name = spec.model_class.__name__
+            why = "by jaxdist"
         raise ConfigError(
-            f"{run.model['target']} has {spec.parameter_count:,} parameters and cannot "
-            "be shrunk (its Config has no tiny()); "
-            f"verify a config of at most {LARGEST_AS_IS:,} parameters"
+            f"{name} has {spec.parameter_count:,} parameters and cannot be shrunk "
+            f"{why}; verify a model of at most {LARGEST_AS_IS:,} parameters"
         )
 
 
 # --- the layouts ----------------------------------------------------------------------
 
 
-def layouts_for(run: RunConfig, num_devices: int) -> dict[str, Overrides]:
+def layouts_for(
+    run: RunConfig, num_devices: int, given: ModelSpec | None = None
+) -> dict[str, Overrides]:
     """Lists the layouts to verify by name; the config's own layout comes last.
 
     Args:
       run: the shrunk config.
       num_devices: number of devices of each layout.
+      given: the caller's model; default: the config names the model.
     """
     n = num_devices
     has_experts = bool(run.model.get("num_experts"))
     staged = "num_layers" in run.model and all(
         hasattr(run.model_class, name) for name in ("embed", "head")
     )
+    if given is not None:
+        staged = given.staged
     layouts = _dense_layouts(n)
     if staged:
         layouts |= _pipeline_layouts(run, n)
@@ -199,11 +215,9 @@ def _pipeline_layouts(run: RunConfig, n: int) -> dict[str, Overrides]:
     if n % 2 == 0:
         layouts |= _case(pipeline=2, data=n // 2)
     if n % 4 == 0:
-        chunks: Overrides = {
-            "pipeline.schedule": "interleaved",
-            "pipeline.chunks": 2,
-            "model.num_layers": _layers_on(run, 8),
-        }
+        chunks: Overrides = {"pipeline.schedule": "interleaved", "pipeline.chunks": 2}
+        if "num_layers" in run.model:  # the caller's model keeps its layers
+            chunks["model.num_layers"] = _layers_on(run, 8)
         layouts |= _case(", 2 chunks", chunks, pipeline=4, data=n // 4)
         layouts |= _case(pipeline=2, fsdp=n // 4, tensor=2)
     if n % 4 == 0 and n > 4:
@@ -331,13 +345,21 @@ def _layers_on(run: RunConfig, chunks: int) -> int:
 # --- the batch and the initial state --------------------------------------------------
 
 
-def synthetic_batch(run: RunConfig) -> dict[str, np.ndarray]:
+def synthetic_batch(
+    run: RunConfig, given: Dataset | None = None
+) -> dict[str, np.ndarray]:
     """Makes a batch of random tokens, [B, S], from the seed.
 
     Weights are unequal, and some rows have none. With data.packing=documents a row
     holds two documents and padding, with segment ids. If samples are not text, the
     batch is the first samples of the data, because only the data knows their format.
+
+    Args:
+      run: the shrunk config.
+      given: the caller's data; default: those of the config.
     """
+    if given is not None:
+        return _first_samples(given, run.batch.global_size)
     if not run.data.is_text:
         dataset = open_dataset(
             run.data, sequence_length=0, seed=run.seed, log=lambda _: None
@@ -369,6 +391,12 @@ def synthetic_batch(run: RunConfig) -> dict[str, np.ndarray]:
     return batch
 
 
+def _first_samples(dataset: Dataset, count: int) -> dict[str, np.ndarray]:
+    """Reads the first samples of a caller's data, again if a batch has too few."""
+    batch = dataset.train_batch(0, count)
+    return {name: x[np.arange(count) % len(x)] for name, x in batch.items()}
+
+
 def routings(run: RunConfig, precision: str, layout: Overrides) -> tuple[Routing, ...]:
     """Lists the routings to compare a layout in, each in a row of the table.
 
@@ -384,14 +412,17 @@ def routings(run: RunConfig, precision: str, layout: Overrides) -> tuple[Routing
     return (even,)
 
 
-def batches(run: RunConfig, num_layers: int) -> dict[Routing, dict[str, np.ndarray]]:
+def batches(
+    run: RunConfig, num_layers: int, given: Dataset | None = None
+) -> dict[Routing, dict[str, np.ndarray]]:
     """Makes the batch of each routing.
 
     Args:
       run: the shrunk config.
       num_layers: number of layers of the deepest layout.
+      given: the caller's data; default: those of the config.
     """
-    batch = synthetic_batch(run)
+    batch = synthetic_batch(run, given)
     E = run.model.get("num_experts")
     if not E:
         return {"": batch}

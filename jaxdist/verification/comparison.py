@@ -79,6 +79,14 @@ class Report:
         """True if all layouts passed."""
         return all(result.passed for result in self.layouts)
 
+    def __str__(self) -> str:
+        """Formats the table, and the lines under it."""
+        return "\n".join([HEADER, *map(row, self.layouts), self.summary()])
+
+    def summary(self) -> str:
+        """Formats the lines under the table; see `summary`."""
+        return summary(self)
+
     def to_json(self) -> dict[str, Any]:
         """Converts the report to JSON values; errors that are not finite are null."""
         values = asdict(self) | {"passed": self.passed}

@@ -22,8 +22,9 @@ from jaxdist.parallel.precision import (
 )
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import compose, validation
+from jaxdist.trainer import compose, initial_weights, validation
 from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.user_model import UserInputs
 from jaxdist.verification import cases, comparison
 from jaxdist.verification.comparison import Arrays, Observed, Report, Result
 
@@ -54,10 +55,25 @@ class Program:
     built: TrainStep
     init: Any
     inspect: Any
+    # the caller's initial values by path; None = those of the model
+    initial: Mapping[str, np.ndarray] | None = None
+
+    def first_state(self) -> State:
+        """Makes the state before the step."""
+        state: State = self.init(*_arguments_of_init(self.built, self.initial))
+        return state
+
+
+def _arguments_of_init(
+    built: TrainStep, initial: Mapping[str, np.ndarray] | None
+) -> list[Any]:
+    """Lists the arguments of a layout's init: the initial values, if there are any."""
+    return [initial_weights.on_devices(initial, built)] if initial else []
 
 
 _Compiling = Future[dict[str, Program]]  # a layout's programs, by precision
 
+_FROM_CONFIG = UserInputs()  # the config has the model, the data and the optimizer
 _tracing = threading.Lock()  # flax's switches are global to the process
 
 
@@ -66,6 +82,7 @@ def compile_layout(
     precisions: Sequence[Precision],
     devices: Sequence[jax.Device],
     batch: Mapping[str, np.ndarray],
+    given: UserInputs = _FROM_CONFIG,
 ) -> dict[str, Program]:
     """Compiles the init and the step of a layout in each precision.
 
@@ -74,6 +91,7 @@ def compile_layout(
       precisions: the precisions.
       devices: the devices of the layout.
       batch: a batch, for its shapes.
+      given: the caller's model, data and optimizer, in place of those of the config.
 
     Raises:
       ConfigError: the layout is illegal.
@@ -89,19 +107,23 @@ def compile_layout(
         init_key = (config.precision.params, config.precision.format.scales_loss)
         matmuls = "highest" if precision == "float32" else None
         with _tracing, jax.default_matmul_precision(matmuls):
-            composition = validation.validate(config, devices)
+            composition = validation.validate(
+                config, devices, with_data=given.dataset is None, build=given.build
+            )
             if composition.spec.streams and config.batch.accumulation > 1:
                 raise ConfigError(
                     "with accumulation, the model's own nnx.Rngs draw other numbers than in one part"
                 )
-            built = composition.build_step(devices)
+            built = composition.build_step(devices, optimizer=given.optimizer)
             inputs = (built.abstract_state, built.abstract_batch(batch))
             step = built.inspect.lower(*inputs)
-            init = None if init_key in inits else built.init.lower()
+            init = None
+            if init_key not in inits:
+                init = built.init.lower(*_arguments_of_init(built, given.initial))
         if init is not None:
             inits[init_key] = init.compile(compiler_options=options)
         compiled = step.compile(compiler_options=options)
-        programs[precision] = Program(built, inits[init_key], compiled)
+        programs[precision] = Program(built, inits[init_key], compiled, given.initial)
     return programs
 
 
@@ -143,7 +165,7 @@ def observe(program: Program, batch: Mapping[str, np.ndarray], seed: int) -> Obs
       seed: the seed of the noise.
     """
     built = program.built
-    fresh: State = program.init()
+    fresh = program.first_state()
     # The flat view, which checkpoints use, has neither stages nor padding: it has the
     # same shapes in every layout.
     flat = built.views.flat(fresh)
@@ -187,29 +209,31 @@ def verify_layouts(
     precisions: Sequence[Precision] = (),
     only: str = "",
     log: Log = print,
+    given: UserInputs = _FROM_CONFIG,
 ) -> Report:
     """Compares one step of each layout of these devices with one device.
 
     Args:
-      run: a config of any size; it is shrunk.
+      run: a config of any size; it is shrunk. A caller's model keeps its size.
       devices: the devices to lay the run out on.
       precisions: dtypes of compute and recipes of `precision.matmul`; default:
         `precisions_of(run)`.
       only: a part of a layout's name; other layouts are skipped.
       log: called with each line of the output.
+      given: the caller's model, data and optimizer, in place of those of the config.
 
     Raises:
       ConfigError: there is nothing to compare, or the config itself is illegal.
     """
-    small, shrunk = cases.shrink_config(run, len(devices))
-    layouts = _select_layouts(small, len(devices), only)
+    small, shrunk = cases.shrink_config(run, len(devices), given.build)
+    layouts = _select_layouts(small, len(devices), only, given)
     for line in shrunk:
         log(f"shrunk {line}")
     log(
         f"comparing {len(layouts)} layouts of "
         f"{len(devices)} x {devices[0].device_kind} with one"
     )
-    batches = cases.batches(small, _depth(small, layouts))
+    batches = cases.batches(small, _depth(small, layouts), given.dataset)
     some_batch = next(iter(batches.values()))
     precisions = precisions or precisions_of(run)
     # The float32 reference tells which leaves cannot be compared, so it always runs.
@@ -223,7 +247,9 @@ def verify_layouts(
         ) -> _Compiling:
             """Starts compiling a layout in a thread."""
             layout = compose.with_overrides(small, cases.ONE_DEVICE | overrides)
-            return pool.submit(compile_layout, layout, precisions, devices, some_batch)
+            return pool.submit(
+                compile_layout, layout, precisions, devices, some_batch, given
+            )
 
         references = {
             variant: start(dict(variant), with_float32, devices[:1])
@@ -278,14 +304,17 @@ def _compile_ahead(
 
 
 def _select_layouts(
-    run: RunConfig, num_devices: int, only: str
+    run: RunConfig, num_devices: int, only: str, given: UserInputs
 ) -> dict[str, cases.Overrides]:
     """Selects the layouts whose name contains `only`.
 
     Raises:
       ConfigError: there are none, or there is only one device.
     """
-    known = cases.layouts_for(run, num_devices)
+    spec = None
+    if given.build is not None:
+        spec = compose.model_spec(run, given.build)
+    known = cases.layouts_for(run, num_devices, spec)
     selected = {name: overrides for name, overrides in known.items() if only in name}
     if not selected or num_devices < 2:
         raise ConfigError(

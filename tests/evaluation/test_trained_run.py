@@ -4,10 +4,13 @@ import dataclasses
 import io
 import json
 import math
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxdist
 from jaxdist import convert, evaluate, generate
@@ -17,10 +20,14 @@ from jaxdist.config import ConfigError
 from jaxdist.data import bpe
 from jaxdist.evaluation import layout, loading, trained_run
 from jaxdist.inference.decoding import SamplingConfig
+from jaxdist.inference.logits import LogitsFunction
 from jaxdist.inference.scoring import windows
 from jaxdist.models.transformer import Transformer
+from jaxdist.parallel import execution
+from jaxdist.parallel import mesh as meshes
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.parallel.remat import RematConfig
+from jaxdist.protocols.model_spec import describe
 from jaxdist.trainer import compose, exit_code
 from support.inference import (  # noqa: F401  pytest finds them here
     STEPS,
@@ -31,6 +38,7 @@ from support.inference import (  # noqa: F401  pytest finds them here
     tiny_config,
     trained_fixture,
 )
+from support.models import TINY
 from support.objectives import MODEL, SGD, Preference, batch_of_pairs
 from support.paths import DATA
 
@@ -209,6 +217,136 @@ def test_scores_are_those_of_the_whole_forward_pass(here, alone):
     assert found[6].log_probability == pytest.approx(expected, rel=1e-5)
 
 
+def test_logits_are_those_of_the_models_own_forward_pass(here, alone):
+    ids = np.random.default_rng(0).integers(0, 256, (3, 10))  # 3 rows, 4 batch shards
+    positions = np.tile(np.arange(10, dtype=np.int32), (3, 1))
+    batch = {"tokens": ids.astype(np.int32), "positions": positions}
+    forward = jax.jit(lambda model, batch: model.forward(batch))
+    expected = np.asarray(forward(alone.model, batch))
+    assert np.abs(expected).max() > 0.1
+    for run in (here, alone):
+        found = run.logits(ids)
+        assert (found.shape, found.dtype) == ((3, 10, 256), np.float32)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert len(found.sharding.device_set) == 1
+    assert len(here.logits(ids).sharding.device_set) == 8
+    # two documents in a row are each as they are alone
+    segments = np.where(positions < 4, 1, 2)
+    own = positions - 4 * (segments - 1)
+    packed = np.asarray(here.logits(ids, positions=own, segment_ids=segments))
+    np.testing.assert_allclose(packed[:, :4], expected[:, :4], atol=1e-5)
+    np.testing.assert_allclose(packed[:, 4:], alone.logits(ids[:, 4:]), atol=1e-5)
+    assert np.abs(packed - expected).max() > 1e-3
+
+
+def test_logits_are_computed_in_the_precision_of_the_run(here, alone):
+    ids = np.random.default_rng(0).integers(0, 256, (2, 8))
+    precision = dataclasses.replace(alone.config.precision, compute="bfloat16")
+    low = [
+        dataclasses.replace(
+            run, config=dataclasses.replace(run.config, precision=precision)
+        )
+        for run in (here, alone)
+    ]
+    batch = {
+        "tokens": ids.astype(np.int32),
+        "positions": np.tile(np.arange(8, dtype=np.int32), (2, 1)),
+    }
+
+    def forward(arrays, batch):
+        with execution.activate(compute="bfloat16"):
+            return alone.spec.assemble(*arrays).forward(batch)
+
+    expected = np.asarray(jax.jit(forward)(alone.state.model_arrays, batch))
+    exact = np.asarray(alone.logits(ids))
+    error = np.abs(expected - exact).max()
+    assert 1e-4 < error < 0.1
+    np.testing.assert_allclose(low[1].logits(ids), expected, atol=error / 10)
+    assert 0 < np.abs(np.asarray(low[0].logits(ids)) - exact).max() < 3 * error
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "faults"),
+    [
+        ([1, 2], {}, [r"tokens is int64\[2\]; required integers .* give \[ids\]"]),
+        (np.ones((1, 2)), {}, [r"tokens is float64\[1, 2\]; required integers"]),
+        (np.ones((0, 2), int), {}, [r"tokens is int64\[0, 2\]; .* at least one"]),
+        ([[1, 256]], {}, [r"tokens: 256 at \[0, 1\] is outside of 0 to 255"]),
+        ([[-1, 0]], {}, [r"tokens: -1 at \[0, 0\] is outside of 0 to 255"]),
+        (
+            [[1, 2]],
+            {"positions": [[-1, 0]], "segment_ids": [[1]]},
+            [
+                r"segment_ids is \[1, 1\], and the ids are \[1, 2\]",
+                r"positions: -1 at \[0, 0\] is outside",
+            ],
+        ),
+    ],
+)
+def test_ids_without_logits_are_refused(here, ids, options, faults):
+    with pytest.raises(ConfigError) as caught:
+        here.logits(ids, **options)
+    assert len(caught.value.faults) == len(faults)
+    for fault, found in zip(faults, caught.value.faults, strict=True):
+        assert re.search(fault, found), found
+
+
+def test_a_sequence_that_devices_cannot_split_is_refused(trained, alone):
+    run = loading.load_run(trained[0], mesh=MeshConfig(context=2, fsdp=4))
+    with pytest.raises(ConfigError, match="mesh.context=2 does not divide 3 tokens"):
+        run.logits([[1, 2, 3]])
+    found = run.logits([[1, 2, 3, 4]])
+    np.testing.assert_allclose(found, alone.logits([[1, 2, 3, 4]]), atol=1e-5)
+
+
+def test_a_row_beyond_learned_positions_is_refused():
+    config = dataclasses.replace(TINY, positions="learned", max_positions=4)
+    spec = describe(lambda rngs: Transformer(config, rngs=rngs))
+    mesh = meshes.build_mesh(MeshConfig(), jax.devices()[:1])
+    function = LogitsFunction(spec, mesh, execution.ONE_DEVICE, "float32")
+    with pytest.raises(ConfigError, match="5 tokens exceed .* longest sequence of 4"):
+        function(None, np.ones((1, 5), int))
+    with pytest.raises(ConfigError, match=r"positions: 4 at \[0, 1\] is outside of 0"):
+        function(None, [[1, 1]], positions=[[0, 4]])
+
+
+def test_models_without_logits_are_named():
+    mesh = meshes.build_mesh(MeshConfig(), jax.devices()[:1])
+
+    def function(model_class):
+        spec = describe(lambda rngs: model_class(rngs=rngs))
+        weights = spec.init_params(jax.random.key(0))
+        return LogitsFunction(spec, mesh, execution.ONE_DEVICE, "float32"), weights
+
+    class Plain(nnx.Module):
+        def __init__(self, *, rngs):
+            self.kernel = nnx.Param(jnp.ones(3))
+
+        def loss(self, batch, key):
+            return self.kernel.sum()
+
+    class Image(Plain):
+        def forward(self, batch):
+            return batch["image"] @ self.kernel[...]
+
+    class Mean(Plain):
+        def forward(self, batch):
+            return batch["tokens"].mean(1, keepdims=True)
+
+    with pytest.raises(ConfigError, match=r"Plain has no method forward\(batch\)"):
+        function(Plain)
+    for model_class, fault in (
+        (Image, "Image.forward reads batch.'image'., which is neither of tokens, pos"),
+        (
+            Mean,
+            r"Mean.forward returned \[1, 1\]; required \[B, S, V\] with B=1 and S=2",
+        ),
+    ):
+        compute, weights = function(model_class)
+        with pytest.raises(ConfigError, match=fault):
+            compute(weights, [[0, 1]])
+
+
 def test_greedy_is_what_greedy_decoding_writes(here, alone):
     greedy = SamplingConfig(temperature=0.0)
     for run in (here, alone):
@@ -278,6 +416,7 @@ def test_published_models_score_as_their_own_library_says(family, axes, tmp_path
         expected = own[np.arange(len(row) - 1), row[1:]]
         np.testing.assert_allclose(score.log_probabilities, expected, atol=1e-5)
         assert score.likeliest.tolist() == (own[:-1].argmax(-1) == row[1:]).tolist()
+    np.testing.assert_allclose(run.logits(tokens), logits, atol=1e-5)
     # it has a tokenizer.json, whose merges the bits per byte take into account
     if family == "smollm":
         text = "the thin cat in the inn " * 9

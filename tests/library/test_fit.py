@@ -161,7 +161,7 @@ def test_a_workdir_is_that_of_train(whole):
     assert events[-1] == "stop"
     assert "save" in events
     assert whole.step == 8
-    assert not whole.stopped
+    assert whole.stopped == "finished"
     assert [row["step"] for row in whole.metrics.train] == list(range(1, 9))
     config = json.loads((whole.folder / "config.json").read_text())
     assert config["data"]["path"] == "x=float32[4] y=int32[]"

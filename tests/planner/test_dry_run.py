@@ -14,7 +14,8 @@ from support.runs import TINY, run_of
 def said_fixture(monkeypatch):
     """Returns a function that makes a dry run without its compilation."""
     monkeypatch.setattr(dry_run, "compile_step", lambda *_: None)
-    monkeypatch.setattr(dry_run, "_compiler_lines", lambda *_: [])
+    monkeypatch.setattr(dry_run, "_compiled_sizes", lambda _: None)
+    monkeypatch.setattr(dry_run, "_step_flops", lambda *_: None)
 
     def said(run: RunConfig, memory_bytes: int) -> list[str]:
         monkeypatch.setattr(host, "memory_bytes", lambda: memory_bytes)

@@ -152,7 +152,8 @@ def test_a_dry_run_says_it():
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dry_run, "compile_step", lambda *_: None)
-        patch.setattr(dry_run, "_compiler_lines", lambda *_: [])
+        patch.setattr(dry_run, "_compiled_sizes", lambda _: None)
+        patch.setattr(dry_run, "_step_flops", lambda *_: None)
         dry_run.dry_run(run, jax.devices(), said.append)
     assert any(line.startswith("pipeline: 1f1b, 2 stages") for line in said)
 

@@ -593,8 +593,8 @@ def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
     """A sum over tensor shards that is left out, planted in the head's place."""
     original = compose.Composition.build_step
 
-    def planted(composition, devices):
-        built = original(composition, devices)
+    def planted(composition, devices, **options):
+        built = original(composition, devices, **options)
         if built.mesh.size == 1:
             return built
 
