@@ -1,5 +1,7 @@
 """Devices, versions, peak rates, links, disk and platform flags of this machine.
 
+It also says where the configs, examples and deploy files of this installation are.
+
 The last line explains the `mfu` that runs record here. Example: `jaxdist doctor`.
 """
 
@@ -17,7 +19,7 @@ import jax
 
 import jaxdist
 from jaxdist import config
-from jaxdist.config import extras
+from jaxdist.config import extras, installation
 from jaxdist.data import DataConfig
 from jaxdist.distributed import initialize
 from jaxdist.distributed.network import network_faults
@@ -91,6 +93,10 @@ def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any
             "runs": _disk(Path("runs").absolute()),
             "tokenized data": _disk(DataConfig().cache_folder()),
             "compiled programs": _disk(compile_cache),
+        },
+        "shipped files": {
+            name: str(installation.shipped_folder(name) or "none")
+            for name in ("configs", "examples", "deploy")
         },
         "network": [
             fault._asdict()

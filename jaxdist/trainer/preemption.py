@@ -33,6 +33,7 @@ from jaxdist.config import (
     EXIT_PREEMPTED,
     ConfigError,
     exit_code_of,
+    installation,
 )
 from jaxdist.distributed import coordination, initialize
 from jaxdist.distributed.cluster import TORCHRUN, count_ray_workers
@@ -335,9 +336,10 @@ def refuse_unjoined() -> None:
         )
     workers = count_ray_workers()
     if workers > 1:
+        example = installation.shipped_file("examples/ray_train.py")
         raise ConfigError(
             f"one of {workers} workers of Ray Train, which has not joined them: each would make the run "
-            f"alone; start `jaxdist launch` in each worker as examples/ray_train.py does, or give "
+            f"alone; start `jaxdist launch` in each worker as {example} does, or give "
             f"ScalingConfig(use_tpu=True) or use_gpu=True, or one worker"
         )
 
