@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return code
         return Supervisor(options, agents, say=_print).run()
     except (ConfigError, OSError) as error:
+        stop_signals.keep_exit_code()
         config.print_faults(error)
         if getattr(error, "errno", None) in _TRANSIENT_ERRORS:
             return config.EXIT_PEER_LOST

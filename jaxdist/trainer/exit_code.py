@@ -16,6 +16,7 @@ from jaxdist.config import (
 from jaxdist.config.extras import MissingExtra
 from jaxdist.config.redact import without_secrets
 from jaxdist.distributed.coordination import PeerFailed
+from jaxdist.trainer import preemption
 
 
 def print_error(line: str | None) -> None:
@@ -40,6 +41,7 @@ def _code_of_fault(main: Callable[[], int]) -> int:
     try:
         return main()
     except (ConfigError, MissingExtra) as error:
+        preemption.keep_exit_code()
         print_faults(error)
         return EXIT_CONFIG
     except CheckpointError as error:
