@@ -252,18 +252,22 @@ def keys_outside_step() -> list[str]:
 
 
 def unread_options(config: RunConfig) -> Iterator[str]:
-    """Yields a line for each option that is set and has no effect (`ReadWith`)."""
+    """Yields why options that are set have no effect: conditions that do not hold.
+
+    A line names one option and one condition (`ReadWith`).
+    """
     for path, key in schema.schema_of(RunConfig).items():
-        rule = key.mark(ReadWith)
         value = attrgetter(path)(config)
-        if rule is None or value == key.default:
+        if value == key.default:
             continue
-        chosen = attrgetter(rule.key)(config)
-        if chosen not in rule.values:
-            yield (
-                f"{path}={value} has no effect: {rule.key}={chosen} does not read it, "
-                f"only {', '.join(rule.values)}. Leave it out, or change {rule.key}."
-            )
+        for condition in key.all_marks(ReadWith):
+            chosen = attrgetter(condition.key)(config)
+            if chosen not in condition.values:
+                yield (
+                    f"{path}={value} has no effect: {condition.key}={chosen} does not "
+                    f"read it, only {', '.join(condition.values)}. Leave it out, or "
+                    f"change {condition.key}."
+                )
 
 
 # --- config files and flags -> RunConfig ----------------------------------------------
