@@ -7,7 +7,7 @@ PEFT files.
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -138,6 +138,14 @@ def apply_config(
 # --- before the first step ------------------------------------------------------------
 
 
+class InitialState(NamedTuple):
+    """The state of a new run."""
+
+    state: State
+    # metadata of the checkpoint that gave its weights; {} = they are of no run
+    metadata: Mapping[str, Any] = {}
+
+
 def init_from_sources(
     config: RunConfig,
     built: TrainStep,
@@ -145,7 +153,7 @@ def init_from_sources(
     sources: Sequence[WeightSource],
     build: Build | None = None,
     initial: Mapping[str, np.ndarray] | None = None,
-) -> State:
+) -> InitialState:
     """Makes the state of a new run: from weights of sources, or from random ones.
 
     Every process makes the call.
@@ -162,23 +170,23 @@ def init_from_sources(
       ConfigError: the weights cannot be read, or belong to another model.
       CheckpointError: no checkpoint of init.from_run can be used.
     """
-    state: State
     if initial and not config.init.from_run:
-        state = built.init(_on_devices(initial, built))
-        return state
+        return InitialState(built.init(_on_devices(initial, built)))
     target = Target(config, built.views.abstract, build)
     opened = [_open(source, target) for source in sources]
     loaded = [weights.load() for weights in opened]
     values: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for weights in loaded:
         values |= weights.values
+        metadata |= weights.metadata
         if jax.process_index() == 0:
             _keep_small_files(weights, folder)
     state = built.init(values)
     for weights in loaded:
         if weights.opt_state is not None:
             state = _with_optimizer(state, built, weights)
-    return state
+    return InitialState(state, metadata)
 
 
 def _on_devices(

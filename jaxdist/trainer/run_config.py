@@ -130,9 +130,11 @@ class InitConfig:
     # FOLDER[@STEP], a workdir or checkpoints, for the model and its weights; "" =
     # random
     from_run: Annotated[str, NamesWeights()] = ""
-    # whether from_run also gives the optimizer's state; step, schedule and data begin
-    # at 0
+    # whether from_run also gives the optimizer's state; step and schedule begin at 0
     optimizer: bool = False
+    # whether the data begin where from_run stands, and not at 0; needs the same data,
+    # seed and batch.global_size
+    data_position: bool = False
     # whether a run that names no weights is refused
     required: Annotated[bool, Resume("harmless")] = False
 
@@ -151,6 +153,8 @@ class InitConfig:
             )
         if self.optimizer and not self.from_run:
             yield "init.optimizer: there is no run to take its state from; set init.from_run"
+        if self.data_position and not self.from_run:
+            yield "init.data_position: there is no run to take its position from; set init.from_run"
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from jaxdist.step.state import State
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.flops import is_uncounted, jaxpr_flops
 from jaxdist.telemetry.units import time_text
-from jaxdist.trainer import initial_weights, restore, run_metadata
+from jaxdist.trainer import data_position, initial_weights, restore, run_metadata
 from jaxdist.trainer.callbacks import Run
 from jaxdist.trainer.compose import batch_shapes
+from jaxdist.trainer.data_position import DataPosition
 from jaxdist.trainer.health import SkippingDataset
 from jaxdist.trainer.run_config import Build
 from jaxdist.trainer.run_metadata import Progress, progress_of
@@ -72,7 +73,10 @@ def init_or_restore(
     """
     pool = ThreadPoolExecutor(3)
     try:
-        has_saved = restore.has_saved(run)  # it may fail, before anything compiles
+        # Both may fail, before anything compiles.
+        has_saved = restore.has_saved(run)
+        if run.config.init.data_position and not has_saved:
+            data_position.check_source(run.config, dataset)
         run.note("compiling the step")
         compiled = pool.submit(_compile_in_time, run)
         if has_saved:
@@ -81,19 +85,14 @@ def init_or_restore(
         else:
             if sources:
                 phase("restore", 0)
-            state = initial_weights.init_from_sources(
-                run.config, run.built, run.folder, sources, build, initial
-            )
-            first = _FirstState(
-                state, Progress(), windows=[], reader=None, callbacks={}
-            )
+            first = _new_state(run, dataset, sources, build, initial)
         step = first.progress.step
         phase("compile", step)
         flops, seconds = compiled.result()
         run.note(f"compiled the step in {time_text(seconds)}")
         consistency.agree(lambda: {"data left out": first.windows})
         skipping = SkippingDataset(dataset, first.windows)
-        if 0 < step < run.config.train.steps:
+        if skipping.position(step) > 0 and step < run.config.train.steps:
             line = skipping.go_to(step, first.reader)
             if line and jax.process_index() == 0:
                 print(line)
@@ -104,6 +103,28 @@ def init_or_restore(
     finally:
         # After an error, nobody waits for the compiler.
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _new_state(
+    run: Run,
+    dataset: Dataset,
+    sources: Sequence[WeightSource],
+    build: Build | None,
+    initial: Mapping[str, np.ndarray] | None,
+) -> _FirstState:
+    """Makes the first state of a new run; see `init_or_restore`."""
+    state, metadata = initial_weights.init_from_sources(
+        run.config, run.built, run.folder, sources, build, initial
+    )
+    begin = DataPosition([], reader=None)
+    if run.config.init.data_position:
+        begin = data_position.position_after(metadata, run.config, dataset)
+        run.note(
+            f"the data begin at batch {begin.windows[0][1]}, where the source stands"
+        )
+    return _FirstState(
+        state, Progress(), windows=begin.windows, reader=begin.reader, callbacks={}
+    )
 
 
 def _restore(

@@ -41,6 +41,8 @@ class LoadedWeights(NamedTuple):
     # optimizer's state to continue with; None = a new one
     opt_state: Tree | None = None
     ema: Tree | None = None  # moving average to continue with; None = a new one
+    # metadata of the checkpoint; {} = the weights are of no run
+    metadata: Mapping[str, Any] = {}
 
 
 class OpenedWeights(NamedTuple):
