@@ -1,5 +1,7 @@
 """Devices, versions, peak rates, links, disk and platform flags of this machine.
 
+It also says where the configs, examples and deploy files of this installation are.
+
 The last line explains the `mfu` that runs record here. Example: `jaxdist doctor`.
 """
 
@@ -16,7 +18,7 @@ from typing import Any
 import jax
 
 import jaxdist
-from jaxdist.config import command_line, extras
+from jaxdist.config import command_line, extras, installation
 from jaxdist.data import DataConfig
 from jaxdist.distributed import initialize
 from jaxdist.distributed.network import network_faults
@@ -90,6 +92,10 @@ def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any
             "runs": _disk(Path("runs").absolute()),
             "tokenized data": _disk(DataConfig().cache_folder()),
             "compiled programs": _disk(compile_cache),
+        },
+        "shipped files": {
+            name: str(installation.shipped_folder(name) or "none")
+            for name in ("configs", "examples", "deploy")
         },
         "network": [
             fault._asdict()

@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return code
         return Supervisor(options, agents, say=_print).run()
     except (ConfigError, OSError) as error:
+        stop_signals.keep_exit_code()
         command_line.print_faults(error)
         if getattr(error, "errno", None) in _TRANSIENT_ERRORS:
             return EXIT_PEER_LOST

@@ -210,7 +210,7 @@ def fit(
         saves=bool(folder),
     )
     transform = None if isinstance(optimizer, OptimizerConfig) else optimizer
-    inputs = UserInputs(
+    inputs = training.UserInputs(
         build=build, dataset=dataset, optimizer=transform, initial=initial
     )
     if verify or dry_run:
@@ -240,7 +240,10 @@ def fit(
 
 
 def _verify(
-    config: RunConfig, devices: Sequence[jax.Device], inputs: UserInputs, only: str
+    config: RunConfig,
+    devices: Sequence[jax.Device],
+    inputs: training.UserInputs,
+    only: str,
 ) -> None:
     """Compares one step of the caller's model on each layout with one device.
 

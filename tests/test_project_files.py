@@ -1,11 +1,17 @@
-"""Files for those who come: workflows, hooks, templates, citation, types."""
+"""Files for those who come: workflows, hooks, templates, citation, types, and what a
+wheel and an sdist hold.
+"""
 
 import re
 import runpy
+import subprocess
 import tomllib
 
 import pytest
 import yaml
+from hatchling.builders.plugin.interface import BuilderInterface
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
 
 from support.paths import ROOT
 
@@ -87,3 +93,38 @@ def test_the_picture_of_the_folders_is_drawn_and_shows_all_of_them():
     assert len(folders) > 15
     shown = set(re.findall(r"\w+", re.sub(r"<[^>]*>", " ", drawn)))
     assert folders <= shown
+
+
+def files_in(builder: type[BuilderInterface]) -> set[str]:
+    """Lists the files of a wheel or an sdist, without building it."""
+    files = builder(str(ROOT)).recurse_included_files()
+    return {file.distribution_path for file in files}
+
+
+@pytest.mark.parametrize("folder", ["configs", "examples", "deploy"])
+def test_a_wheel_holds_the_folders_that_pages_name(folder):
+    place = f"jaxdist/_{folder}/"
+    held = {
+        path.removeprefix(place)
+        for path in files_in(WheelBuilder)
+        if path.startswith(place)
+    }
+    expected = {
+        path.relative_to(ROOT / folder).as_posix()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert expected
+    assert held == expected
+
+
+def test_an_sdist_holds_all_that_is_tracked():
+    if not (ROOT / ".git").exists():
+        pytest.skip("no git repository: this is an sdist or an archive")
+    listing = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    tracked = set(listing.stdout.split("\0")) - {""}
+    assert "tests/test_project_files.py" in tracked
+    added_by_every_build = {"pyproject.toml", ".gitignore"}
+    assert tracked - added_by_every_build <= files_in(SdistBuilder)

@@ -79,7 +79,10 @@ class Needs(Mark):
 
 @dataclass(frozen=True)
 class ReadWith(Mark):
-    """Mark of a key that is read only with some values of another key."""
+    """Mark of a key that is read only with some values of another key.
+
+    A key may have several: it is read where all of them hold.
+    """
 
     key: str  # dotted path of the other key
     values: tuple[str, ...]

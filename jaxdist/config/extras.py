@@ -1,11 +1,13 @@
 """Optional packages and late imports; errors name the extra to install."""
 
 import importlib
+import re
 import types
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from jaxdist.config import EXIT_CONFIG
+from jaxdist.config import EXIT_CONFIG, installation
 from jaxdist.config.late_imports import LATE_IMPORTS
 
 # {package: extra of pyproject.toml that installs it}
@@ -27,23 +29,45 @@ EXTRAS = {
 }
 
 
-# Whether a package index has jaxdist. If not, jaxdist is installed from a clone.
+# Whether a package index has jaxdist. Until then nobody owns its name there, so no
+# message may install it by name.
 PUBLISHED = False
-_CLONE = Path(__file__).parents[2]
 
 
 def install_command(extra: str) -> str:
     """Writes the command that installs an extra.
 
-    It installs by name, or, if `PUBLISHED` is false, from the clone that holds this
-    file.
+    It installs by name if `PUBLISHED` is true, and otherwise from the clone that holds
+    this package. Outside of a clone it installs what the extra requires.
     """
     if PUBLISHED:
         return f'pip install "jaxdist[{extra}]"'
-    if not (_CLONE / "pyproject.toml").is_file():
+    clone = installation.clone()
+    if clone is not None:
+        folder = "." if Path.cwd() == clone else clone
+        return f'pip install -e "{folder}[{extra}]"'
+    required = [f"'{requirement}'" for requirement in requirements(extra)]
+    if not required:
         return f'pip install -e ".[{extra}]" in a clone of jaxdist'
-    folder = "." if Path.cwd() == _CLONE else _CLONE
-    return f'pip install -e "{folder}[{extra}]"'
+    return f"pip install {' '.join(required)}"
+
+
+def requirements(extra: str) -> list[str]:
+    """Lists the requirements of an extra, as the installed package declares them.
+
+    The list is empty if nothing declares them: the package was copied, not installed.
+    """
+    try:
+        declared = metadata.requires("jaxdist") or []
+    except metadata.PackageNotFoundError:
+        return []
+    condition = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]""")
+    found = []
+    for line in declared:
+        requirement, _, marker = line.partition(";")
+        if condition.search(marker):
+            found.append(requirement.strip())
+    return found
 
 
 def install_package(package: str) -> str:

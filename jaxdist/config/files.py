@@ -17,7 +17,14 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxdist.config import ConfigError, annotations, assigned, redact, suggest
+from jaxdist.config import (
+    ConfigError,
+    annotations,
+    assigned,
+    installation,
+    redact,
+    suggest,
+)
 from jaxdist.config.schema import (
     MISSING,
     Schema,
@@ -28,17 +35,9 @@ from jaxdist.config.schema import (
 
 
 def packaged_folders() -> tuple[Path, ...]:
-    """Finds the folder of packaged configs; empty if there is none.
-
-    It is `jaxdist/_configs` in a wheel, and `configs` in a checkout.
-    """
-    package = Path(__file__).resolve().parent.parent
-    shipped = package / "_configs"
-    if shipped.is_dir():
-        return (shipped,)
-    if (package.parent / "pyproject.toml").is_file():
-        return (package.parent / "configs",)
-    return ()
+    """Finds the folder of packaged configs; empty if there is none."""
+    folder = installation.shipped_folder("configs")
+    return () if folder is None else (folder,)
 
 
 def packaged_configs(folders: Sequence[Path]) -> dict[str, Path]:

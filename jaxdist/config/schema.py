@@ -49,6 +49,10 @@ class Field:
         """Finds the mark of a kind: the key's own, or that of the nearest group."""
         return next((mark for mark in self.marks if isinstance(mark, kind)), None)
 
+    def all_marks(self, kind: _Kind[_M]) -> tuple[_M, ...]:
+        """Lists the marks of a kind: the key's own, then those of its groups."""
+        return tuple(mark for mark in self.marks if isinstance(mark, kind))
+
     @property
     def may_change_on_resume(self) -> bool:
         """Whether a run may resume with another value of the key."""

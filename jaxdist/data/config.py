@@ -44,9 +44,11 @@ class DataConfig:
     # sources of source=mixture, each as "weight:source:path" with weight > 0
     mixture: tuple[str, ...] = ()
     # name of the text field or column (jsonl, huggingface, parquet)
-    text_field: Annotated[str, ReadWith("data.source", readers_of("text_field"))] = (
-        "text"
-    )
+    text_field: Annotated[
+        str,
+        ReadWith("data.source", readers_of("text_field")),
+        ReadWith("data.format", ("text",)),
+    ] = "text"
     # content of a record: text = a text in text_field; chat = messages, or prompt and
     # completion (extra chat)
     format: Literal["text", "chat"] = "text"
@@ -62,7 +64,10 @@ class DataConfig:
     packing: Literal["window", "documents"] = "window"
     # treatment of documents longer than a sequence: split = continue in other rows,
     # truncate = drop the excess, auto = split, but truncate for format=chat
-    long_documents: Literal["auto", "split", "truncate"] = "auto"
+    long_documents: Annotated[
+        Literal["auto", "split", "truncate"],
+        ReadWith("data.packing", ("documents",)),
+    ] = "auto"
     # assignment of packed rows to the microbatches and devices of a step: none = in
     # order, attention = equal attention work for each
     balance: Annotated[Literal["none", "attention"], Resume("harmless")] = "none"

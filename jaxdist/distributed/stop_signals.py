@@ -59,6 +59,21 @@ def _leave(number: int, frame: Any) -> None:
     os._exit(EXIT_PREEMPTED)
 
 
+def keep_exit_code(ending: Any = _leave) -> None:
+    """Ignores signals from now on, as the exit code of this process is known.
+
+    A signal during the exit would otherwise replace the code by 75, which makes a
+    scheduler start the command again.
+
+    Args:
+      ending: the handler that ends the process with 75. Signals with another handler
+        keep it.
+    """
+    for number in signal.valid_signals():
+        if signal.getsignal(number) is ending:
+            signal.signal(number, signal.SIG_IGN)
+
+
 def replaced_handler(number: int, handler: Any) -> Any:
     """Finds the handler that a signal had before `leave_at_signals`.
 

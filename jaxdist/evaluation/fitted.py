@@ -15,6 +15,7 @@ from jaxdist.config import ConfigError
 from jaxdist.data.dataset import Dataset
 from jaxdist.data.user_batches import UserDataset, open_held_out
 from jaxdist.inference.decoding import Generation, SamplingConfig, text_generator
+from jaxdist.step.state import NO_OPT_STATE
 from jaxdist.telemetry.display import print_safe
 from jaxdist.telemetry.metrics import MetricRows, read_rows
 from jaxdist.trainer import preemption, save_weights
@@ -64,7 +65,7 @@ class Fitted:
             raise preemption.Preempted(outcome.stopped)
         state = outcome.built.views.flat(outcome.state)
         trained = state._replace(
-            trainable=state.model_arrays[0], opt_state=None, ema=None
+            trainable=state.model_arrays[0], opt_state=NO_OPT_STATE, ema=None
         )
         step = int(state.step)
         position = f"step {step} of {outcome.composition.config.train.steps}"

@@ -11,7 +11,7 @@ from jaxdist.parallel import precision as precisions
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.parallel.offload import OffloadConfig
 from jaxdist.parallel.remat import RematConfig
-from jaxdist.step.state import State
+from jaxdist.step.state import NO_OPT_STATE, State
 from jaxdist.trainer import compose, validation
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import Build, RunConfig
@@ -100,7 +100,7 @@ def weights_alone(state: State, *, modules: bool = True) -> State:
     if not modules:
         state = state._replace(modules={})
     if state.ema is None:
-        return state._replace(opt_state=None)
+        return state._replace(opt_state=NO_OPT_STATE)
     average = jax.tree.map(
         lambda average, parameter: jax.ShapeDtypeStruct(
             average.shape, average.dtype, sharding=parameter.sharding
@@ -108,4 +108,4 @@ def weights_alone(state: State, *, modules: bool = True) -> State:
         state.ema,
         state.trainable,
     )
-    return state._replace(trainable=None, opt_state=None, ema=average)
+    return state._replace(trainable=None, opt_state=NO_OPT_STATE, ema=average)

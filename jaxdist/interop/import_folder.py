@@ -15,7 +15,7 @@ from jaxdist.interop import hf_config, hf_reader
 from jaxdist.interop.families import FAMILIES, Family
 from jaxdist.interop.hf_writer import KEPT
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.step.state import State
+from jaxdist.step.state import NO_OPT_STATE, State
 
 # largest batch.sequence_length of a converted workdir, and its value if the model has
 # no limit
@@ -93,7 +93,14 @@ class Folder:
         if spec.model_state:
             model_state = jax.jit(lambda: spec.init_params(jax.random.key(0))[1])()
         trainable = trees.unflatten_names(tensors.load(parameters))
-        return State(jnp.int32(0), trainable, {}, model_state, None, None)
+        return State(
+            step=jnp.int32(0),
+            trainable=trainable,
+            frozen={},
+            model_state=model_state,
+            opt_state=NO_OPT_STATE,
+            ema=None,
+        )
 
     def summary(self, spec: ModelSpec, *, has_tokenizer: bool) -> str:
         """Describes in one line the model that was read."""

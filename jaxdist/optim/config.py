@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 else:
     ScheduleName = Literal[tuple(SCHEDULES)]
 
+# fit's own optimizer, `given`, does all that these keys could configure
+_NAMED = ReadWith("optimizer.name", ("adamw", "lion", "adafactor", "sgd", "muon"))
 _DECAYING = ReadWith("optimizer.schedule", ending())
 _COOLING = ReadWith("optimizer.schedule", cooling_down())
 _SCALING = ReadWith("optimizer.learning_rate_scaling", ("sqrt", "linear"))
@@ -39,21 +41,21 @@ class OptimizerConfig:
     """Options of the optimizer; steps are updates, and batch sizes are sequences."""
 
     name: OptimizerName = "adamw"  # adamw, lion, adafactor, sgd or muon
-    learning_rate: PositiveFloat = 3e-4  # peak, before batch scaling
+    learning_rate: Annotated[PositiveFloat, _NAMED] = 3e-4  # peak, before batch scaling
     schedule: ScheduleName = "cosine"  # shape of the learning rate after the warm-up
     # steps of linear warm-up, the last one at the peak; none = a tenth of train.steps,
     # at most 100
     warmup_steps: NonNegativeInt | None = None
     # step at which the decay ends; none = train.steps
-    decay_steps: PositiveInt | None = None
+    decay_steps: Annotated[PositiveInt | None, _NAMED] = None
     # wsd: final share of decay_steps in which the rate decays linearly
     decay_fraction: Annotated[float, Interval(gt=0, le=1), _COOLING] = 0.2
     # cosine, linear, wsd: final learning rate, as a fraction of the peak
     final_learning_rate: Annotated[float, Interval(ge=0, le=1), _DECAYING] = 0.0
     # factor of the peak: (global_size / reference_batch)^(0, 1/2, 1)
-    learning_rate_scaling: Literal["none", "sqrt", "linear"] = "none"
+    learning_rate_scaling: Annotated[Literal["none", "sqrt", "linear"], _NAMED] = "none"
     # learning_rate_scaling: sequences per step that learning_rate was tuned for
-    reference_batch: Annotated[PositiveInt, _SCALING] = 256
+    reference_batch: Annotated[PositiveInt, _SCALING, _NAMED] = 256
     # adamw, lion, muon's Adam: decay of the first moment
     b1: Annotated[Share, _MOMENTS] = 0.9
     # adamw, lion (0.99 in its paper), muon's Adam: decay of the second moment
@@ -67,7 +69,7 @@ class OptimizerConfig:
     # decoupled weight decay of matrices, per unit of learning rate
     weight_decay: NonNegativeFloat = 0.1
     # whether embedding tables have weight decay, too; the head always has
-    decay_embeddings: bool = True
+    decay_embeddings: Annotated[bool, _NAMED] = True
     # muon: Adam's learning rate, as a multiple of learning_rate
     other_learning_rate_ratio: Annotated[PositiveFloat, _MUON] = 0.3
     # muon: RMS of an update's elements, e.g. 0.2 as in AdamW; 0 = scaled by
@@ -79,7 +81,9 @@ class OptimizerConfig:
     frozen: tuple[str, ...] = ()
     # (regex of parameters, multiple of the learning rate, weight decay; none = as
     # weight_decay); the first match wins
-    groups: tuple[tuple[str, NonNegativeFloat, NonNegativeFloat | None], ...] = ()
+    groups: Annotated[
+        tuple[tuple[str, NonNegativeFloat, NonNegativeFloat | None], ...], _NAMED
+    ] = ()
     # consecutive non-finite steps that are skipped before the run stops
     nonfinite_limit: NonNegativeInt = 10
 

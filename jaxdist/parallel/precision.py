@@ -15,12 +15,12 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from jaxdist.config.annotations import PositiveFloat, PositiveInt
+from jaxdist.config.annotations import PositiveFloat, PositiveInt, ReadWith
 from jaxdist.parallel.formats import floats, fp8
 from jaxdist.parallel.formats.format import Format, Recipe, Units
 
@@ -41,6 +41,10 @@ UNITS: tuple[Units, ...] = tuple(
 # defaults of torch
 LOSS_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
+_SCALED = ReadWith(
+    "precision.compute",
+    tuple(name for name, format in FORMATS.items() if format.scales_loss),
+)
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,9 @@ class PrecisionConfig:
     # use 8-bit floats also for kernels that are too small to gain from them
     fp8_small_kernels: bool = False
     # initial loss scale with compute=float16, a power of two
-    loss_scale: PositiveFloat = LOSS_SCALE
+    loss_scale: Annotated[PositiveFloat, _SCALED] = LOSS_SCALE
     # consecutive finite steps after which the loss scale doubles
-    loss_scale_growth_interval: PositiveInt = GROWTH_INTERVAL
+    loss_scale_growth_interval: Annotated[PositiveInt, _SCALED] = GROWTH_INTERVAL
 
     @property
     def format(self) -> Format:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.parallel.offload import HOST, to_device
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.protocols.model_spec import ModelSpec, Tree
-from jaxdist.step.state import State
+from jaxdist.step.state import NO_OPT_STATE, State
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def build_views(
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
     flat_shardings = jax.tree.map(flat_sharding, shapes, abstract, shardings)
-    weight_shardings = shardings._replace(opt_state=None, ema=None)
+    weight_shardings = shardings._replace(opt_state=NO_OPT_STATE, ema=None)
     return CheckpointViews(
         flat=_compile_conversion(state_staging.flat, flat_shardings, donate=False),
         by_stage=_compile_conversion(state_staging.by_stage, shardings, donate=True),

@@ -1,6 +1,6 @@
 """The state of training that a step takes and returns."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -8,6 +8,21 @@ from jaxdist.parallel.offload import to_device
 from jaxdist.protocols.model import Loss
 from jaxdist.protocols.model_spec import Tree
 from jaxdist.step.loss_scale import LossScale
+
+
+class OptState(NamedTuple):
+    """The optimizer's state. The position in its schedule is `State.step`."""
+
+    optimizer: Tree
+    # int32, consecutive updates skipped for non-finite gradients; 0 after a good
+    # update. Batches that a run skips after a rollback are not counted
+    # (`trainer.health`).
+    skipped: jax.Array
+    loss_scale: LossScale | None = None  # None = gradients are not scaled
+
+
+# The optimizer's state of a state that no step takes, such as one to evaluate.
+NO_OPT_STATE: Any = None
 
 
 class State(NamedTuple):
@@ -21,7 +36,7 @@ class State(NamedTuple):
     frozen: Tree  # parameters that are not trained
     # the model's other variables, such as running statistics and counters
     model_state: Tree
-    opt_state: Tree  # an OptState
+    opt_state: OptState  # or NO_OPT_STATE
     ema: Tree  # moving average of `trainable`; None = the run has none
     # parameters of the objective's frozen modules, by the modules' names
     modules: Tree = {}
@@ -39,17 +54,6 @@ class State(NamedTuple):
 
 
 Metrics = dict[str, jax.Array]
-
-
-class OptState(NamedTuple):
-    """The optimizer's state. The position in its schedule is `State.step`."""
-
-    optimizer: Tree
-    # int32, consecutive updates skipped for non-finite gradients; 0 after a good
-    # update. Batches that a run skips after a rollback are not counted
-    # (`trainer.health`).
-    skipped: jax.Array
-    loss_scale: LossScale | None = None  # None = gradients are not scaled
 
 
 class Sums(NamedTuple):

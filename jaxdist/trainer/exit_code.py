@@ -11,6 +11,7 @@ from jaxdist.config.command_line import print_faults, quiet_pipe
 from jaxdist.config.extras import MissingExtra
 from jaxdist.config.redact import without_secrets
 from jaxdist.distributed.coordination import PeerFailed
+from jaxdist.trainer import preemption
 
 
 def print_error(line: str | None) -> None:
@@ -35,6 +36,7 @@ def _code_of_fault(main: Callable[[], int]) -> int:
     try:
         return main()
     except (ConfigError, MissingExtra) as error:
+        preemption.keep_exit_code()
         print_faults(error)
         return EXIT_CONFIG
     except CheckpointError as error:

@@ -182,6 +182,7 @@ def _load(target: Target, source: SourceRun, store: CheckpointManager) -> Loaded
         },
         note=f"init.from_run={source.name}: {match.summary} of step {step}{match.stretched}",
         small_files=source.small_files,
+        metadata=restored.metadata,
     )
     if match.continued is None:
         return weights

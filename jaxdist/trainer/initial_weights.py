@@ -7,7 +7,7 @@ PEFT files.
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -139,6 +139,14 @@ def apply_config(
 # --- before the first step ------------------------------------------------------------
 
 
+class InitialState(NamedTuple):
+    """The state of a new run."""
+
+    state: State
+    # metadata of the checkpoint that gave its weights; {} = they are of no run
+    metadata: Mapping[str, Any] = {}
+
+
 def init_from_sources(
     config: RunConfig,
     built: TrainStep,
@@ -146,7 +154,7 @@ def init_from_sources(
     sources: Sequence[WeightSource],
     build: Build | None = None,
     initial: Mapping[str, np.ndarray] | None = None,
-) -> State:
+) -> InitialState:
     """Makes the state of a new run: from weights of sources, or from random ones.
 
     Every process makes the call.
@@ -163,27 +171,27 @@ def init_from_sources(
       ConfigError: the weights cannot be read, or belong to another model.
       CheckpointError: no checkpoint of init.from_run can be used.
     """
-    state: State
     given = on_devices(initial or {}, built)
     if given and not config.init.from_run:
-        state = built.init(given)
-        return state
+        return InitialState(built.init(given))
     target = Target(config, built.views.abstract, build)
     opened = [_open(source, target) for source in sources]
     loaded = [weights.load() for weights in opened]
     values: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     if built.abstract_state.modules:
         prefix = f"{MODULES}/"
         values = {path: x for path, x in given.items() if path.startswith(prefix)}
     for weights in loaded:
         values |= weights.values
+        metadata |= weights.metadata
         if jax.process_index() == 0:
             _keep_small_files(weights, folder)
     state = built.init(values)
     for weights in loaded:
         if weights.opt_state is not None:
             state = _with_optimizer(state, built, weights)
-    return state
+    return InitialState(state, metadata)
 
 
 def on_devices(

@@ -378,7 +378,10 @@ class Trainer:
         self.callbacks.phase("restore", fault.first)
         elapsed_s = self.log.elapsed_s()
         restored = None
-        may_go_back = len(self.dataset.windows) < self.config.health.max_rollbacks
+        rollbacks = len(self.dataset.windows)
+        if self.config.init.data_position:
+            rollbacks -= 1  # the first window has the batches that the source has read
+        may_go_back = rollbacks < self.config.health.max_rollbacks
         if fault.policy == "rollback" and may_go_back:
             restored = restore.roll_back(self.run, fault)
         self.saver.report()

@@ -33,10 +33,10 @@ from jaxdist.config import (
     EXIT_PREEMPTED,
     ConfigError,
     exit_code_of,
+    installation,
 )
-from jaxdist.distributed import coordination, initialize
+from jaxdist.distributed import coordination, initialize, stop_signals
 from jaxdist.distributed.cluster import TORCHRUN, count_ray_workers
-from jaxdist.distributed.stop_signals import replaced_handler, stop_signals
 
 _LOOK_S = 0.25  # seconds between two looks for a request to stop
 _TRY_S = 0.02  # seconds between two looks for the other processes' answers
@@ -94,7 +94,7 @@ class StopSignals:
         # minute. So the processes meet here before the first step.
         coordination.barrier(timeout_s=3_600)
         if _is_main():
-            for number in stop_signals(os.environ):
+            for number in stop_signals.stop_signals(os.environ):
                 self._before[number] = signal.signal(number, self._on_signal)
             PROCESS.run = self
             _hear_signals()
@@ -257,12 +257,20 @@ def own_process() -> Iterator[None]:
     try:
         yield
     except SystemExit as leaving:
+        keep_exit_code()
         _leave_with(leaving.code)
         raise
     except BaseException as error:
+        keep_exit_code()
         if jax.distributed.is_initialized():
             _fail(error)
         raise
+
+
+def keep_exit_code() -> None:
+    """Ignores signals that would end the process with 75: its exit code is known."""
+    if _is_main():
+        stop_signals.keep_exit_code(_before_the_run)
 
 
 def _leave_with(exit_code: object) -> None:
@@ -335,9 +343,10 @@ def refuse_unjoined() -> None:
         )
     workers = count_ray_workers()
     if workers > 1:
+        example = installation.shipped_file("examples/ray_train.py")
         raise ConfigError(
             f"one of {workers} workers of Ray Train, which has not joined them: each would make the run "
-            f"alone; start `jaxdist launch` in each worker as examples/ray_train.py does, or give "
+            f"alone; start `jaxdist launch` in each worker as {example} does, or give "
             f"ScalingConfig(use_tpu=True) or use_gpu=True, or one worker"
         )
 
@@ -353,11 +362,14 @@ def _keep_exit_codes() -> None:
     show = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        # Neither an error of another thread nor one in a shell ends the process.
+        ends_process = _is_main() and not hasattr(sys, "ps1")
+        if ends_process:
+            keep_exit_code()
         if _is_main() and jax.distributed.is_initialized():
             _fail(error)
         show(kind, error, trace)
-        # Neither an error of another thread nor one in a shell ends the process.
-        if not _is_main() or hasattr(sys, "ps1"):
+        if not ends_process:
             return
         code = exit_code_of(error)
         if code != 1:
@@ -450,9 +462,9 @@ def _leave(code: int) -> NoReturn:
 
 def _listen() -> None:
     """Sets the handlers of signals for the time outside of a run."""
-    for number in stop_signals(os.environ):
+    for number in stop_signals.stop_signals(os.environ):
         before = signal.signal(number, _before_the_run)
-        _own_handlers[number] = replaced_handler(number, before)
+        _own_handlers[number] = stop_signals.replaced_handler(number, before)
     _hear_signals()
 
 
@@ -511,7 +523,7 @@ def _answer_signals(reader: int) -> None:
     Args:
       reader: the end of the pipe from which to read the numbers of signals.
     """
-    numbers = stop_signals(os.environ)
+    numbers = stop_signals.stop_signals(os.environ)
     while data := os.read(reader, 256):
         run = PROCESS.run
         # A main thread that runs Python code has called the handler by then.

@@ -144,9 +144,11 @@ class InitConfig:
     # FOLDER[@STEP], a workdir or checkpoints, for the model and its weights; "" =
     # random
     from_run: Annotated[str, NamesWeights()] = ""
-    # whether from_run also gives the optimizer's state; step, schedule and data begin
-    # at 0
+    # whether from_run also gives the optimizer's state; step and schedule begin at 0
     optimizer: bool = False
+    # whether the data begin where from_run stands, and not at 0; needs the same data,
+    # seed and batch.global_size
+    data_position: bool = False
     # whether a run that names no weights is refused
     required: Annotated[bool, Resume("harmless")] = False
 
@@ -165,6 +167,8 @@ class InitConfig:
             )
         if self.optimizer and not self.from_run:
             yield "init.optimizer: there is no run to take its state from; set init.from_run"
+        if self.data_position and not self.from_run:
+            yield "init.data_position: there is no run to take its position from; set init.from_run"
 
 
 @dataclass(frozen=True)
@@ -271,18 +275,22 @@ def keys_outside_step() -> list[str]:
 
 
 def unread_options(config: RunConfig) -> Iterator[str]:
-    """Yields a line for each option that is set and has no effect (`ReadWith`)."""
+    """Yields why options that are set have no effect: conditions that do not hold.
+
+    A line names one option and one condition (`ReadWith`).
+    """
     for path, key in schema.schema_of(RunConfig).items():
-        rule = key.mark(ReadWith)
         value = attrgetter(path)(config)
-        if rule is None or value == key.default:
+        if value == key.default:
             continue
-        chosen = attrgetter(rule.key)(config)
-        if chosen not in rule.values:
-            yield (
-                f"{path}={value} has no effect: {rule.key}={chosen} does not read it, "
-                f"only {', '.join(rule.values)}. Leave it out, or change {rule.key}."
-            )
+        for condition in key.all_marks(ReadWith):
+            chosen = attrgetter(condition.key)(config)
+            if chosen not in condition.values:
+                yield (
+                    f"{path}={value} has no effect: {condition.key}={chosen} does not "
+                    f"read it, only {', '.join(condition.values)}. Leave it out, or "
+                    f"change {condition.key}."
+                )
 
 
 # --- config files and flags -> RunConfig ----------------------------------------------

@@ -14,10 +14,12 @@ from jaxdist.step.state import State
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.flops import is_uncounted, jaxpr_flops
 from jaxdist.telemetry.units import time_text
-from jaxdist.trainer import restore, run_metadata
+from jaxdist.trainer import data_position, restore, run_metadata
 from jaxdist.trainer.callbacks import Run
 from jaxdist.trainer.compose import batch_shapes
+from jaxdist.trainer.data_position import DataPosition
 from jaxdist.trainer.health import SkippingDataset
+from jaxdist.trainer.initial_weights import InitialState
 from jaxdist.trainer.run_metadata import Progress, progress_of
 
 
@@ -44,7 +46,7 @@ def init_or_restore(
     run: Run,
     dataset: Dataset,
     phase: Callable[[clock.Phase, int], None],
-    init: Callable[[], State],
+    init: Callable[[], InitialState],
     back_to: int | None = None,
 ) -> Start:
     """Makes the first state or restores it, and compiles the step.
@@ -65,23 +67,24 @@ def init_or_restore(
     """
     pool = ThreadPoolExecutor(3)
     try:
-        has_saved = restore.has_saved(run)  # it may fail, before anything compiles
+        # Both may fail, before anything compiles.
+        has_saved = restore.has_saved(run)
+        if run.config.init.data_position and not has_saved:
+            data_position.check_source(run.config, dataset)
         run.note("compiling the step")
         compiled = pool.submit(_compile_in_time, run)
         if has_saved:
             phase("restore", 0)
             first = _restore(run, dataset, back_to, pool)
         else:
-            first = _FirstState(
-                init(), Progress(), windows=[], reader=None, callbacks={}
-            )
+            first = _new_state(run, dataset, init())
         step = first.progress.step
         phase("compile", step)
         flops, seconds = compiled.result()
         run.note(f"compiled the step in {time_text(seconds)}")
         consistency.agree(lambda: {"data left out": first.windows})
         skipping = SkippingDataset(dataset, first.windows)
-        if 0 < step < run.config.train.steps:
+        if skipping.position(step) > 0 and step < run.config.train.steps:
             line = skipping.go_to(step, first.reader)
             if line and jax.process_index() == 0:
                 print(line)
@@ -92,6 +95,23 @@ def init_or_restore(
     finally:
         # After an error, nobody waits for the compiler.
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _new_state(run: Run, dataset: Dataset, initial: InitialState) -> _FirstState:
+    """Adds to a new run's state where its data begin."""
+    begin = DataPosition([], reader=None)
+    if run.config.init.data_position:
+        begin = data_position.position_after(initial.metadata, run.config, dataset)
+        run.note(
+            f"the data begin at batch {begin.windows[0][1]}, where the source stands"
+        )
+    return _FirstState(
+        initial.state,
+        Progress(),
+        windows=begin.windows,
+        reader=begin.reader,
+        callbacks={},
+    )
 
 
 def _restore(

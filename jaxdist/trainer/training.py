@@ -158,7 +158,7 @@ def train(
             reporting.describe(this_run, built, dataset, schedule)
             this_run.built = built
 
-            def first_state() -> State:
+            def first_state() -> initial_weights.InitialState:
                 """Makes the state of a run that has not saved."""
                 if sources:
                     all_callbacks.phase("restore", 0)

@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 
 from jaxdist.config import ConfigError, schema
+from jaxdist.data.dataset import Dataset
 from jaxdist.models import registry
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.mesh import MeshConfig

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from jaxdist.config import trees
 from jaxdist.models import lora, registry
 from jaxdist.protocols.model_spec import Tree, describe, stored_dtype
-from jaxdist.step.state import State
+from jaxdist.step.state import OptState, State
 from jaxdist.trainer import compose
 from jaxdist.trainer.run_config import Build, RunConfig
 
@@ -39,8 +39,10 @@ class LoadedWeights(NamedTuple):
     # Hugging Face folder whose config and tokenizer the run keeps for exports
     small_files: Path | None = None
     # optimizer's state to continue with; None = a new one
-    opt_state: Tree | None = None
+    opt_state: OptState | None = None
     ema: Tree | None = None  # moving average to continue with; None = a new one
+    # metadata of the checkpoint; {} = the weights are of no run
+    metadata: Mapping[str, Any] = {}
 
 
 class OpenedWeights(NamedTuple):

@@ -441,7 +441,10 @@ def check_stored_config(
     has_config = (run_folder / CONFIG).is_file()
     if changed and is_of_optimizer and is_command and has_config:
         command = _branch_command(run_folder, source, changed | free, config)
-        faults.append(f"the command that branches, with its data from 0: {command}")
+        data = "from 0 (or from where the run stands, with --config.init.data_position=true)"
+        if config.init.data_position:  # the command begins with the run's own config
+            data = "from where the run stands"
+        faults.append(f"the command that branches, with its data {data}: {command}")
     if faults:
         raise ConfigError(faults)
 
@@ -497,6 +500,10 @@ def _branch_command(
         values["train.loggers"] = config.train.loggers
     if not _OF_OPTIMIZER_STATE & changed.keys():
         values["init.optimizer"] = True
+    elif (
+        config.init.optimizer
+    ):  # of the run's own config, which the command begins with
+        values["init.optimizer"] = False
     if config.init.from_huggingface:
         values |= {"init.from_huggingface": "", "lora.from_peft": ""}
     if config.checkpoint.folder:

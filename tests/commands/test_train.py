@@ -444,7 +444,10 @@ def test_a_changed_learning_rate_is_refused_with_the_command_that_branches(
     fault, command = refused(capsys, *arguments, *changed)
     assert fault.startswith("optimizer.learning_rate: the run in")
     says, _, text = command.partition(": ")
-    assert says == "the command that branches, with its data from 0"
+    assert says == (
+        "the command that branches, with its data from 0 (or from where the run stands, "
+        "with --config.init.data_position=true)"
+    )
     words = shlex.split(text)
     assert words[:2] == ["jaxdist", "train"]
     assert train.main(words[2:]) == 0

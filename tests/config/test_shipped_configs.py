@@ -200,9 +200,9 @@ def test_keys_keep_to_their_budgets_and_each_has_a_meaning():
         others -= group
     assert len(others) > 50
     too_many = (
-        f"{len(others)} keys without features: drop one, or raise 150 and say why"
+        f"{len(others)} keys without features: drop one, or raise 151 and say why"
     )
-    assert len(others) <= 150, too_many
+    assert len(others) <= 151, too_many
     assert not [path for path, field in fields.items() if not field.doc]
 
 

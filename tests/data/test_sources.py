@@ -205,6 +205,34 @@ def test_a_key_that_the_source_does_not_read_is_named():
     ]
 
 
+def test_a_key_with_two_conditions_is_named_for_each_that_does_not_hold():
+    config = run_config.default_config()
+    config.data.source = "jsonl"
+    config.data.text_field = "body"
+    assert not list(run_config.unread_options(run_config.from_config(config)))
+    config.data.format = "chat"
+    of_chats = (
+        "data.text_field=body has no effect: data.format=chat does not read it, only "
+        "text. Leave it out, or change data.format."
+    )
+    lines = list(run_config.unread_options(run_config.from_config(config)))
+    assert lines == [of_chats]
+    config.data.source = "stdlib"
+    lines = list(run_config.unread_options(run_config.from_config(config)))
+    assert len(lines) == 2
+    assert "data.source=stdlib does not read it" in lines[0]
+    assert lines[1] == of_chats
+
+
+def test_long_documents_are_split_in_packed_rows_alone():
+    config = run_config.default_config()
+    config.data.long_documents = "split"
+    assert list(run_config.unread_options(run_config.from_config(config))) == [
+        "data.long_documents=split has no effect: data.packing=window does not read "
+        "it, only documents. Leave it out, or change data.packing."
+    ]
+
+
 @pytest.mark.parametrize("name", SOURCES)
 def test_the_facts_of_a_source_are_rules_of_the_config(name):
     source = SOURCES[name]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-pytest.importorskip("lm_eval", reason='needs pip install "jaxdist[eval]"')
+pytest.importorskip("lm_eval", reason='needs pip install -e ".[eval]"')
 
 from lm_eval.api.instance import Instance
 

@@ -229,7 +229,7 @@ def test_jaxlib_knows_the_gpu_flags():
 )
 def test_libtpu_starts_with_the_flags_of_a_family(family, topology):
     pytest.importorskip(
-        "libtpu", reason='needs the TPU compiler: pip install "jaxdist[aot]"'
+        "libtpu", reason='needs the TPU compiler: pip install -e ".[aot]"'
     )
     code = (
         "from jax.experimental import topologies as t;"

@@ -73,7 +73,7 @@ def fit(data=DATA, *, model=make, optimizer=None, **options):
 @pytest.fixture
 def untrained(monkeypatch):
     """Fails a test in which something trains."""
-    monkeypatch.setattr("jaxdist.trainer.trainer.train", None)
+    monkeypatch.setattr("jaxdist.trainer.training.train", None)
 
 
 # --- the dry run ----------------------------------------------------------------------

@@ -23,6 +23,7 @@ from jaxdist.models.parts import Mixer
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.ops.matmul import project
 from jaxdist.optim.schedules import build_schedule
+from jaxdist.parallel import execution
 from jaxdist.parallel.pipeline.partition import PipelineConfig, Staging
 from jaxdist.protocols.model import (
     BlockInfo,
@@ -253,6 +254,29 @@ def test_cached_logits_are_those_of_the_whole_forward_pass(name):
         logits, cache = compiled["decode"](tokens[:, at : at + 1], cache)
         assert worst(logits[:, 0], forward_of(name)[:, at]) < 1e-5
     np.testing.assert_array_equal(cache.length, 12)
+
+
+def test_a_mixer_reads_the_places_of_a_cache_that_devices_split():
+    model, tokens = model_of(PLAIN), batch_for(Case(model=PLAIN))["tokens"][:, :12]
+    rules, mesh = rules_and_mesh(context=2)
+
+    @partial(jax.jit, compiler_options=FAST_COMPILE)
+    def decoded(tokens: jax.Array) -> tuple[jax.Array, Any]:
+        with execution.activate(mesh, rules, compute="float32"):
+            cache = model.prefill(tokens[:, :10], model.init_cache(16, 16))
+            return model.decode(tokens[:, 10:], cache)
+
+    logits, cache = decoded(tokens)
+    # a device has its half of the prompt, and then its half of the room behind it
+    assert cache.places.tolist() == [
+        *range(5),
+        *range(10, 13),
+        *range(5, 10),
+        13,
+        14,
+        15,
+    ]
+    assert worst(logits, forward_of("plain")[:, 10:12]) < 1e-5
 
 
 def test_each_part_gets_its_own_stats(monkeypatch):

@@ -58,6 +58,55 @@ def test_a_signal_at_the_end_of_launch_leaves_its_code(command, code):
     assert done.returncode == code, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("jaxdist.train", ["--config", "no_such_config"]),
+        ("jaxdist.launch", ["--processes", 0, "--", "true"]),
+    ],
+)
+def test_a_signal_at_the_end_of_a_command_with_a_fault_leaves_78(name, flags):
+    """A scheduler would start a command again that ended with 75."""
+    done = ended(name, "", 0, int(signal.SIGTERM), *flags)
+    assert done.stderr.startswith("error: ")
+    assert done.returncode == 78, done.stdout
+    assert not done.stdout
+
+
+ENDING = """
+import atexit, os, signal, sys
+from jaxdist.config import ConfigError
+from jaxdist.trainer import exit_code, preemption
+
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+how = sys.argv[1]
+
+def main():
+    if how == "fault":
+        raise ConfigError("of the user")
+    return int(how)
+
+if how == "script":
+    preemption._keep_exit_codes()
+    preemption._listen()
+    raise ConfigError("of the user")
+with preemption.own_process():
+    if how == "error":
+        raise ValueError("of the program")
+    sys.exit(exit_code.exit_code(main))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [("fault", 78), ("script", 78), ("error", 1), ("1", 1), ("0", 0)],
+)
+def test_a_signal_at_the_end_of_a_process_leaves_its_code(how, code):
+    done = ended(how, program=ENDING)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert not done.stdout
+
+
 RUNNING = """
 import os, signal, sys, threading, time
 from jaxdist.distributed import stop_signals

@@ -30,12 +30,14 @@ OTHER = {
     "other_learning_rate_ratio": 2.0,
     "muon_update_rms": 0.4,
 }
+# of fit's own optimizer jaxdist builds nothing, so it has no choice below
+NAMED = {name for name in get_args(OptimizerName) if name != "given"}
 RULES = {
-    name: field.mark(ReadWith)
+    name: [rule for rule in field.all_marks(ReadWith) if set(rule.values) != NAMED]
     for name, field in schema.schema_of(OptimizerConfig).items()
 }
 CHOICES = {
-    "optimizer.name": [name for name in get_args(OptimizerName) if name != "given"],
+    "optimizer.name": sorted(NAMED),
     "optimizer.schedule": get_args(ScheduleName),
     "optimizer.learning_rate_scaling": ("none", "sqrt", "linear"),
 }
@@ -43,7 +45,7 @@ NAMES = {"w": ("d_model", "d_ff"), "scale": ("d_model",)}
 
 
 def test_each_marked_option_is_tried():
-    assert OTHER.keys() == {name for name, rule in RULES.items() if rule}
+    assert OTHER.keys() == {name for name, rules in RULES.items() if rules}
 
 
 @lru_cache
@@ -69,7 +71,7 @@ def rates_of(config: OptimizerConfig) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name", OTHER)
 def test_an_option_has_an_effect_where_its_mark_says_so_and_nowhere_else(name):
-    rule = RULES[name]
+    (rule,) = RULES[name]
     assert set(rule.values) < set(CHOICES[rule.key])
     compute = updates_of if rule.key == "optimizer.name" else rates_of
     for choice in CHOICES[rule.key]:
@@ -93,3 +95,28 @@ def test_options_that_nothing_reads_are_named_with_what_reads_them():
         "optimizer.b2=0.99 has no effect: optimizer.name=sgd does not read it, only "
         "adamw, lion, muon. Leave it out, or change optimizer.name.",
     ]
+
+
+GIVEN = {
+    "learning_rate": 0.1,
+    "learning_rate_scaling": "sqrt",
+    "reference_batch": 64,
+    "decay_steps": 5,
+    "decay_embeddings": False,
+    "groups": (("scale", 2.0, None),),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_options_that_fits_own_optimizer_does_not_read_are_named(name):
+    """The optimizer was passed to `jaxdist.fit`, and the option in its `settings`."""
+    config = run_config.default_config()
+    config.optimizer.learning_rate_scaling = "sqrt"  # or nothing reads reference_batch
+    config.optimizer[name] = GIVEN[name]
+    key = f"optimizer.{name}="
+    lines = list(run_config.unread_options(run_config.from_config(config)))
+    assert not [line for line in lines if line.startswith(key)]
+    config.optimizer.name = "given"
+    lines = list(run_config.unread_options(run_config.from_config(config)))
+    (line,) = [line for line in lines if line.startswith(key)]
+    assert "optimizer.name=given does not read it, only adamw, lion" in line

@@ -20,6 +20,7 @@ from jaxdist.parallel.precision import (
     PrecisionConfig,
     RecipeName,
 )
+from jaxdist.trainer import run_config
 from jaxdist.verification.comparison import BANDS
 
 PEAKS = {dtype for chip in CHIPS for dtype in chip.peak_flops_per_s}
@@ -78,3 +79,18 @@ def test_a_word_of_no_table_is_a_fault_and_no_crash(key):
     faults = schema.faults(config, "precision.")
     assert faults[0].startswith(f"precision.{key}: got 'float9', required one of")
     assert not [*precision.device_faults(config, jax.devices()[0])]
+
+
+def test_keys_of_the_loss_scale_are_read_by_formats_that_scale_the_loss():
+    config = run_config.default_config()
+    config.precision.loss_scale = 1024.0
+    config.precision.loss_scale_growth_interval = 10
+    for name, format in FORMATS.items():
+        config.precision.compute = name
+        lines = list(run_config.unread_options(run_config.from_config(config)))
+        keys = [line.partition("=")[0] for line in lines]
+        expected = [
+            "precision.loss_scale",
+            "precision.loss_scale_growth_interval",
+        ]
+        assert keys == ([] if format.scales_loss else expected), name

@@ -158,7 +158,7 @@ REAL_SLICES = """
 
 def test_real_slices_lie_along_the_dcn_axis():
     pytest.importorskip(
-        "libtpu", reason="TPU topologies need libtpu; pip install jaxdist[tpu]"
+        "libtpu", reason="TPU topologies need libtpu; pip install jax[tpu]"
     )
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",

@@ -301,7 +301,7 @@ def test_a_load_below_the_mean_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not find_spec("libtpu"), reason='pip install "jaxdist[aot]"')
+@pytest.mark.skipif(not find_spec("libtpu"), reason='pip install -e ".[aot]"')
 def test_a_search_compiles_layouts_with_and_without_the_axis(tmp_path):
     words = (
         "model.num_layers=2 model.d_model=256 model.d_ff=256 model.num_heads=2 model.num_kv_heads=1 "

@@ -36,7 +36,7 @@ from jaxdist.planner.plan import make_plan, plan_by_arithmetic
 from jaxdist.trainer import cli, compose, run_config, training
 
 needs_libtpu = pytest.mark.skipif(
-    not find_spec("libtpu"), reason='pip install "jaxdist[aot]"'
+    not find_spec("libtpu"), reason='pip install -e ".[aot]"'
 )
 TINY = {
     "model.num_layers": "2",
@@ -506,7 +506,7 @@ def test_llama3_8b_fits_a_v5p_slice(home, capsys):
 @pytest.mark.slow
 def test_gpus_are_compiled_for_without_one(cache):
     if not any(find_spec(f"jax_{name}_plugin") for name in ("cuda12", "cuda13")):
-        pytest.skip('needs the CUDA compiler: pip install "jaxdist[aot-gpu]"')
+        pytest.skip('needs the CUDA compiler: pip install -e ".[aot-gpu]"')
     found = make_plan(
         run_of(TINY), targets.parse("h100:1x8"), options=CompileOptions(cache=cache)
     )

@@ -21,7 +21,7 @@ from jaxdist.trainer import provenance, workdir
 from support.runs import run_of, train
 
 needs_libtpu = pytest.mark.skipif(
-    not find_spec("libtpu"), reason='pip install "jaxdist[aot]"'
+    not find_spec("libtpu"), reason='pip install -e ".[aot]"'
 )
 TINY = {
     "model.num_layers": 2,

@@ -30,7 +30,7 @@ from jaxdist.planner.plan import plan_by_arithmetic
 from jaxdist.trainer import run_config, validation
 
 needs_libtpu = pytest.mark.skipif(
-    not find_spec("libtpu"), reason='pip install "jaxdist[aot]"'
+    not find_spec("libtpu"), reason='pip install -e ".[aot]"'
 )
 TINY = (
     "model.num_layers=2 model.d_model=256 model.d_ff=256 model.num_heads=2 model.num_kv_heads=1 "

@@ -59,14 +59,14 @@ def sums(words: str, on: str, size: int, folder) -> Counter:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not find_spec("libtpu"), reason='pip install "jaxdist[aot]"')
+@pytest.mark.skipif(not find_spec("libtpu"), reason='pip install -e ".[aot]"')
 def test_with_context_the_same_is_moved_of_a_devices_part(tmp_path):
     words = "mesh.sequence_parallel=true mesh.context=2"
     assert sums(words, "v5e:2x4", STREAM // 2, tmp_path) == SPLIT
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not find_spec("libtpu"), reason='pip install "jaxdist[aot]"')
+@pytest.mark.skipif(not find_spec("libtpu"), reason='pip install -e ".[aot]"')
 def test_a_tpu_program_gathers_and_scatters_what_it_summed(tmp_path):
     whole = sums("", "v5e:2x2", STREAM, tmp_path)
     split = sums("mesh.sequence_parallel=true", "v5e:2x2", STREAM, tmp_path)

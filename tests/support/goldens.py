@@ -16,16 +16,13 @@ from pathlib import Path
 
 import yaml
 
-from jaxdist.parallel import placement
-from jaxdist.trainer.compose import Composition
-
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).resolve().parents[2]  # without support.paths: also a script
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from jaxdist.config import ConfigError, annotations, files  # noqa: E402
 from jaxdist.models import registry  # noqa: E402
-from jaxdist.parallel import axes, sharding  # noqa: E402
+from jaxdist.parallel import axes, placement, sharding  # noqa: E402
 from jaxdist.parallel.mesh import (  # noqa: E402
     MeshConfig,
     resolve_mesh,
@@ -35,6 +32,7 @@ from jaxdist.protocols.model_spec import (  # noqa: E402
     describe,
 )
 from jaxdist.trainer import run_config  # noqa: E402
+from jaxdist.trainer.compose import Composition  # noqa: E402
 from support.nodes import nodes_by_room  # noqa: E402
 
 FOLDER = ROOT / "tests" / "golden"

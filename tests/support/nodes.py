@@ -39,7 +39,7 @@ def nodes_by_room(package: Path) -> dict[str, int]:
     rooms: Counter[str] = Counter()
     for file in sorted(package.rglob("*.py")):
         folders = file.relative_to(package).parts[:-1]
-        if "_configs" in folders:  # a wheel's copy of configs/
+        if folders and folders[0].startswith("_"):  # of a wheel, such as _configs
             continue
         room = folders[0] if folders else "commands"
         rooms[room] += count_nodes(ast.parse(file.read_text()))

@@ -4,6 +4,7 @@ code of that run.
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,12 +24,18 @@ from jaxdist.checkpoint.folders import CheckpointError, list_steps
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.checkpoint.state_dict import to_canonical
 from jaxdist.config import ConfigError, trees
-from jaxdist.trainer import cli, initial_weights, source_run, validation
+from jaxdist.trainer import (
+    cli,
+    initial_weights,
+    source_run,
+    start,
+    validation,
+)
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.workdir import workdir_lock
+from jaxdist.trainer.workdir import _branch_command, workdir_lock
 from support import weight_sources
 from support.checkpoints import flip, save_and_wait
-from support.runs import TINY, final_arrays, refused, start_group
+from support.runs import TINY, final_arrays, refused, run_of, start_group
 
 STEPS = 4  # of the source; with checkpoints after 2 and 4
 OWN = """
@@ -100,7 +107,7 @@ def first_state(config: RunConfig, folder: Path) -> dict[str, np.ndarray]:
     composition = validation.validate(config, devices)
     built = composition.build_step(devices)
     sources = initial_weights.chosen_sources(config)
-    first = initial_weights.init_from_sources(config, built, folder, sources)
+    first = initial_weights.init_from_sources(config, built, folder, sources).state
     state = built.views.flat(first)
     for array, where in zip(
         jax.tree.leaves(state), jax.tree.leaves(built.views.abstract), strict=True
@@ -458,6 +465,16 @@ def test_code_of_another_run_is_not_imported(text, tmp_path):
         first_state(larger, tmp_path)
 
 
+def test_a_branch_of_a_branch_with_another_optimizer_takes_no_state(tmp_path):
+    run = run_of("quickstart", **{"init.from_run": "runs/a", "init.optimizer": True})
+    for changed, flag in (
+        ({"optimizer.name": "lion"}, "--config.init.optimizer=false"),
+        ({"optimizer.b1": 0.8}, "--config.init.optimizer=true"),
+    ):
+        command = _branch_command(tmp_path, "runs/b@2", changed, run)
+        assert flag in shlex.split(command)
+
+
 # --- jaxdist.fit ----------------------------------------------------------------------
 
 
@@ -492,6 +509,7 @@ def fit(
     model=Net,
     mesh=None,
     optimizer=None,
+    batch_size=None,
     **settings,
 ):
     settings = {"train.log_every": 1, "checkpoint.every_steps": 4} | {
@@ -499,7 +517,14 @@ def fit(
     }
     mesh, optimizer = mesh or {"fsdp": 2, "tensor": 2}, optimizer or optax.adamw(1e-2)
     return jaxdist.fit(
-        model, optimizer, data, steps=steps, mesh=mesh, folder=folder, settings=settings
+        model,
+        optimizer,
+        data,
+        steps=steps,
+        mesh=mesh,
+        folder=folder,
+        batch_size=batch_size,
+        settings=settings,
     )
 
 
@@ -541,6 +566,62 @@ def test_a_branch_with_the_optimizer_is_the_source_going_on(whole, tmp_path):
         not np.allclose(value, expected[name], rtol=1e-4)
         for name, value in values(alone).items()
     )
+
+
+@pytest.mark.parametrize("kind", ["function", "arrays", "iterator"])
+def test_a_branch_at_the_source_s_data_is_the_source_going_on(kind, tmp_path):
+    def data():
+        if kind == "function":
+            return batches
+        if kind == "arrays":
+            return {
+                name: np.concatenate([batches(step)[name] for step in range(10)])
+                for name in ("x", "y")
+            }
+        return map(batches, range(100))
+
+    options = {"batch_size": 16} if kind == "arrays" else {}
+    whole = fit(tmp_path / "whole", data(), **options)
+    branching = options | {
+        "init__from_run": f"{whole.folder}@4",
+        "init__optimizer": True,
+        "init__data_position": True,
+    }
+    fit(tmp_path / "branch", data(), 2, **branching)
+    branch = fit(tmp_path / "branch", data(), 4, **branching)
+    expected = values(whole)
+    for name, value in values(branch).items():
+        np.testing.assert_array_equal(value, expected[name], name)
+    again = fit(
+        tmp_path / "again",
+        data(),
+        2,
+        **options,
+        init__from_run=f"{branch.folder}@2",
+        init__optimizer=True,
+        init__data_position=True,
+    )
+    for name, value in values(again).items():
+        np.testing.assert_array_equal(value, expected[name], name)
+
+
+def test_a_position_in_other_data_is_refused_before_anything_compiles(
+    old, text, tmp_path, capsys, monkeypatch
+):
+    compiled = []
+    monkeypatch.setattr(start, "compile_step", compiled.append)
+    others = {"seed": 1, "batch__global_size": 16, "data__packing": "documents"}
+    branch = words(text, init__from_run=old, init__data_position=True, **others)
+    lines = refused(capsys, *branch, "--workdir", str(tmp_path / "new"))
+    seed, size, data = (line.removeprefix("error: ") for line in lines)
+    assert seed.startswith(f"init.data_position: seed=1, in {old} 0; set seed=0")
+    assert size.startswith("init.data_position: batch.global_size=16, in ")
+    assert "(data.packing='documents' and 'window'); give the same" in data
+    (line,) = refused(
+        capsys, *words(text, init__data_position=True), "--workdir", str(tmp_path / "a")
+    )
+    assert "set init.from_run" in line
+    assert not compiled
 
 
 def test_a_made_module_takes_the_values_of_the_run(whole, tmp_path):

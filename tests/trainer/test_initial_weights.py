@@ -133,7 +133,7 @@ def test_a_source_gives_config_and_weights(tmp_path, capsys):
     assert run.model["d_model"] == 16
     composition = validation.validate(run, jax.devices(), with_data=False)
     built = composition.build_step()
-    state = initial_weights.init_from_sources(run, built, tmp_path, sources)
+    state = initial_weights.init_from_sources(run, built, tmp_path, sources).state
     assert "all weights are 0.5" in capsys.readouterr().out
     parameters = trees.flatten_names(state.trainable)
     assert len(parameters) > 5

@@ -37,14 +37,14 @@ is a gradient: dx, dy, dchunk, dedges.
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.parallel import execution
-from jaxdist.parallel.pipeline.schedules.program import TickRun
+from jaxdist.parallel.pipeline.schedules.program import ScheduleRows, TickRun, Ticks
 from jaxdist.parallel.pipeline.stage import PIPELINE, Pipeline, Stage, where_real
 from jaxdist.parallel.pipeline.stage_params import (
     StageParams,
@@ -55,10 +55,8 @@ from jaxdist.protocols.dim_names import Names
 from jaxdist.protocols.model import Batch, BlockOutput, Loss, with_block_sums
 from jaxdist.protocols.model_spec import Tree
 
-# the ops of this stage in a tick: `ScheduleRows` of scalars on the device
-Row = Any
-# the ops of all stages in a tick: `Ticks` of scalars on the device
-Tick = Any
+Row: TypeAlias = ScheduleRows[jax.Array]  # the ops of this stage in a tick
+Tick: TypeAlias = Ticks[jax.Array]  # the ops of all stages in a tick
 Value = TypeVar("Value")
 
 

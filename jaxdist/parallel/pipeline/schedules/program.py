@@ -26,7 +26,7 @@ that needs no op computes on the trash slot, and its result is masked.
 import dataclasses
 import heapq
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -39,45 +39,48 @@ from jaxdist.parallel.pipeline.schedules.table import (
     ticks_of,
 )
 
+# arrays of numpy in a program, scalars on the device in a tick
+Values = TypeVar("Values")
 
-class ScheduleRows(NamedTuple):
+
+class ScheduleRows(NamedTuple, Generic[Values]):
     """The ops of each stage in each tick, int32 [ticks, stages].
 
     Without an op, the microbatch (`_mb`) is -1, the chunk 0, and the slot trash.
     """
 
     # gradient slot for dx of the next stage, which arrives at the START of this tick
-    rg: np.ndarray
-    e_x: np.ndarray  # input slot for the embedding; always trash but on the first stage
-    f_mb: np.ndarray
-    f_chunk: np.ndarray
-    f_x: np.ndarray  # input slot that F reads (= e_x if this tick embeds for it)
+    rg: Values
+    e_x: Values  # input slot for the embedding; always trash but on the first stage
+    f_mb: Values
+    f_chunk: Values
+    f_x: Values  # input slot that F reads (= e_x if this tick embeds for it)
     # gradient slot for the gradient of y; always trash but on the last stage
-    h_g: np.ndarray
-    b_mb: np.ndarray
-    b_chunk: np.ndarray
-    b_x: np.ndarray  # input slot that B reads; free after B
-    b_g: np.ndarray  # gradient slot that B reads; free after B
+    h_g: Values
+    b_mb: Values
+    b_chunk: Values
+    b_x: Values  # input slot that B reads; free after B
+    b_g: Values  # gradient slot that B reads; free after B
     # input slot for y of the previous stage, which arrives at the END of this tick
-    rx: np.ndarray
+    rx: Values
 
 
-class Ticks(NamedTuple):
+class Ticks(NamedTuple, Generic[Values]):
     """The ops that are the same on all stages, int32 or bool [ticks].
 
     Without an op, the microbatch (`_mb`) is -1.
     """
 
-    e_mb: np.ndarray
-    h_mb: np.ndarray
-    eb_mb: np.ndarray
-    any_embed: np.ndarray
-    any_forward: np.ndarray
-    any_head: np.ndarray
-    any_backward: np.ndarray
-    any_embed_backward: np.ndarray
-    any_hop: np.ndarray  # some rx is not trash
-    any_gradient_hop: np.ndarray  # some rg is not trash
+    e_mb: Values
+    h_mb: Values
+    eb_mb: Values
+    any_embed: Values
+    any_forward: Values
+    any_head: Values
+    any_backward: Values
+    any_embed_backward: Values
+    any_hop: Values  # some rx is not trash
+    any_gradient_hop: Values  # some rg is not trash
 
 
 # Kinds of ops, and then of hops, in the order of their fields.
@@ -106,8 +109,8 @@ class Program:
     """A compiled schedule; each buffer has one more slot, the last one, for trash."""
 
     schedule: Schedule
-    rows: ScheduleRows
-    ticks: Ticks
+    rows: ScheduleRows[np.ndarray]
+    ticks: Ticks[np.ndarray]
     runs: tuple[TickRun, ...]
     num_inputs: int  # input slots without trash
     num_gradients: int  # gradient slots without trash
@@ -199,7 +202,7 @@ def _assign_all_slots(forward: np.ndarray, backward: np.ndarray, stages: int) ->
 
 def _build_rows(
     schedule: Schedule, forward: np.ndarray, backward: np.ndarray, slots: _Slots
-) -> ScheduleRows:
+) -> ScheduleRows[np.ndarray]:
     """Builds the ops of each stage in each tick.
 
     Args:
@@ -241,7 +244,9 @@ def _build_rows(
     )
 
 
-def _build_ticks(rows: ScheduleRows, chunks: int, slots: _Slots) -> Ticks:
+def _build_ticks(
+    rows: ScheduleRows[np.ndarray], chunks: int, slots: _Slots
+) -> Ticks[np.ndarray]:
     """Builds the ops that are the same on all stages.
 
     E and EB belong to chunk 0 of the first stage, H to the last chunk of the last stage.
@@ -299,7 +304,9 @@ def _assign_slots(
     return slots, tuple(used)
 
 
-def _split_runs(ticks: Ticks, split_by: Sequence[str]) -> tuple[TickRun, ...]:
+def _split_runs(
+    ticks: Ticks[np.ndarray], split_by: Sequence[str]
+) -> tuple[TickRun, ...]:
     """Splits the ticks into runs in which these kinds of ops do not change."""
     flags = {kind: getattr(ticks, f"any_{kind}") for kind in KINDS}
     key = np.stack([flags[kind] for kind in split_by])
