@@ -42,6 +42,8 @@ from jaxdist.trainer.loggers import Loggers
 from jaxdist.trainer.profiling import Profile
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.user_model import Model, UserInputs
+from jaxdist.verification.comparison import summary
+from jaxdist.verification.runner import verify_layouts
 
 
 def run_callbacks(
@@ -265,13 +267,10 @@ def _verify(
             "jax.config.update('jax_num_cpu_devices', 8) before anything else of jax."
         )
     validation.validate(config, devices, with_data=False, build=inputs.build)
-    runner = extras.load("jaxdist.verification.runner")
-    report = runner.verify_layouts(
-        config, devices, only=only, log=print_safe, given=inputs
-    )
+    report = verify_layouts(config, devices, only=only, log=print_safe, given=inputs)
     if not report.passed:
         raise ConfigError(
             f"verify: the model's loss depends on the layout, or its gradients do; see "
             f"docs/your-own-model.md. Nothing was trained.\n{report}"
         )
-    print_safe(report.summary())
+    print_safe(summary(report))
