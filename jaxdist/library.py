@@ -41,7 +41,13 @@ from jaxdist.trainer.callbacks import Callback
 from jaxdist.trainer.loggers import Loggers
 from jaxdist.trainer.profiling import Profile
 from jaxdist.trainer.run_config import RunConfig
+<<<<<<< HEAD
 from jaxdist.trainer.user_model import Model
+=======
+from jaxdist.trainer.user_model import Model, UserInputs
+from jaxdist.verification.comparison import summary
+from jaxdist.verification.runner import verify_layouts
+>>>>>>> library
 
 
 def run_callbacks(
@@ -210,7 +216,7 @@ def fit(
         saves=bool(folder),
     )
     transform = None if isinstance(optimizer, OptimizerConfig) else optimizer
-    inputs = training.UserInputs(
+    inputs = user_model.UserInputs(
         build=build, dataset=dataset, optimizer=transform, initial=initial
     )
     if verify or dry_run:
@@ -242,7 +248,7 @@ def fit(
 def _verify(
     config: RunConfig,
     devices: Sequence[jax.Device],
-    inputs: training.UserInputs,
+    inputs: user_model.UserInputs,
     only: str,
 ) -> None:
     """Compares one step of the caller's model on each layout with one device.
@@ -268,13 +274,10 @@ def _verify(
             "jax.config.update('jax_num_cpu_devices', 8) before anything else of jax."
         )
     validation.validate(config, devices, with_data=False, build=inputs.build)
-    runner = extras.load("jaxdist.verification.runner")
-    report = runner.verify_layouts(
-        config, devices, only=only, log=print_safe, given=inputs
-    )
+    report = verify_layouts(config, devices, only=only, log=print_safe, given=inputs)
     if not report.passed:
         raise ConfigError(
             f"verify: the model's loss depends on the layout, or its gradients do; see "
             f"docs/your-own-model.md. Nothing was trained.\n{report}"
         )
-    print_safe(report.summary())
+    print_safe(summary(report))

@@ -43,5 +43,4 @@ LATE_IMPORTS = {
     "jaxdist.telemetry.loggers.tensorboard": LateImport("optional", "tensorboardX", 81),
     "jaxdist.telemetry.loggers.trackio": LateImport("optional", "trackio", 321),
     "jaxdist.telemetry.loggers.wandb": LateImport("optional", "wandb", 358),
-    "jaxdist.verification.runner": LateImport("slow", "jaxdist.verification", 17),
 }

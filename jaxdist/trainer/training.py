@@ -17,15 +17,12 @@ work of a run is done by callbacks (`trainer.callbacks`).
 
 import contextlib
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
-import optax
 
-from jaxdist.data.dataset import Dataset
 from jaxdist.step.state import State
 from jaxdist.telemetry.display import lively
 from jaxdist.trainer import (
@@ -40,24 +37,15 @@ from jaxdist.trainer import (
 )
 from jaxdist.trainer.callbacks import Callback, CallbackList, Run, TrainResult
 from jaxdist.trainer.preemption import Interrupted, Preempted, StopSignals
-from jaxdist.trainer.run_config import Build, RunConfig
+from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.start import init_or_restore
+from jaxdist.trainer.user_model import UserInputs
 from jaxdist.trainer.weight_source import WeightSource
 
 # A run may trace its step three times: to compile it ahead; in the first call, because
 # an optimizer's first state may be weakly typed; and in the second call, which takes
 # the state that a step has returned.
 MAX_TRACES = 3
-
-
-class UserInputs(NamedTuple):
-    """The inputs of the caller that replace those of the config; None = the config's."""
-
-    build: Build | None = None  # makes the model
-    dataset: Dataset | None = None
-    optimizer: optax.GradientTransformation | None = None
-    # initial values of the model by path; None = the config's weights
-    initial: Mapping[str, np.ndarray] | None = None
 
 
 def run(config: RunConfig, folder: Path, **options: Any) -> State:

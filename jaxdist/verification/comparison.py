@@ -81,11 +81,7 @@ class Report:
 
     def __str__(self) -> str:
         """Formats the table, and the lines under it."""
-        return "\n".join([HEADER, *map(row, self.layouts), self.summary()])
-
-    def summary(self) -> str:
-        """Formats the lines under the table; see `summary`."""
-        return summary(self)
+        return "\n".join([HEADER, *map(row, self.layouts), summary(self)])
 
     def to_json(self) -> dict[str, Any]:
         """Converts the report to JSON values; errors that are not finite are null."""

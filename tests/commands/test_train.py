@@ -17,7 +17,7 @@ from jaxdist.checkpoint.folders import read_step
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.planner import dry_run
 from jaxdist.storage import run_format
-from jaxdist.trainer import cli, run_config
+from jaxdist.trainer import cli, exit_code, run_config
 from support.runs import command, overrides, refused
 
 FEW = (
@@ -569,6 +569,20 @@ def test_dry_run_needs_no_data_and_writes_nothing(capsys, tmp_path, monkeypatch)
     ):
         assert line in text
     assert not list(tmp_path.iterdir())
+
+
+def test_a_step_that_the_compiler_refuses_ends_a_dry_run_with_its_reason(
+    capsys, monkeypatch
+):
+    def refuse(*_):
+        raise dry_run.StepTooLarge("the step does not fit: 9 bytes too many")
+
+    monkeypatch.setattr(dry_run, "compile_step", refuse)
+    words = ["--config", "quickstart", "--dry-run", *overrides("model.num_layers=1")]
+    assert exit_code.exit_code(lambda: train.main(words)) == 78
+    printed = capsys.readouterr()
+    assert "memory per device, by arithmetic" in printed.out
+    assert "the step does not fit: 9 bytes too many" in printed.err
 
 
 @pytest.mark.parametrize(
