@@ -41,13 +41,9 @@ from jaxdist.trainer.callbacks import Callback
 from jaxdist.trainer.loggers import Loggers
 from jaxdist.trainer.profiling import Profile
 from jaxdist.trainer.run_config import RunConfig
-<<<<<<< HEAD
-from jaxdist.trainer.user_model import Model
-=======
 from jaxdist.trainer.user_model import Model, UserInputs
 from jaxdist.verification.comparison import summary
 from jaxdist.verification.runner import verify_layouts
->>>>>>> library
 
 
 def run_callbacks(
@@ -216,7 +212,7 @@ def fit(
         saves=bool(folder),
     )
     transform = None if isinstance(optimizer, OptimizerConfig) else optimizer
-    inputs = user_model.UserInputs(
+    inputs = UserInputs(
         build=build, dataset=dataset, optimizer=transform, initial=initial
     )
     if verify or dry_run:
@@ -248,7 +244,7 @@ def fit(
 def _verify(
     config: RunConfig,
     devices: Sequence[jax.Device],
-    inputs: user_model.UserInputs,
+    inputs: UserInputs,
     only: str,
 ) -> None:
     """Compares one step of the caller's model on each layout with one device.
