@@ -568,7 +568,9 @@ def test_a_branch_with_the_optimizer_is_the_source_going_on(whole, tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", ["function", "arrays", "iterator"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("function", marks=pytest.mark.slow), "arrays", "iterator"]
+)
 def test_a_branch_at_the_source_s_data_is_the_source_going_on(kind, tmp_path):
     def data():
         if kind == "function":
@@ -603,6 +605,28 @@ def test_a_branch_at_the_source_s_data_is_the_source_going_on(kind, tmp_path):
     )
     for name, value in values(again).items():
         np.testing.assert_array_equal(value, expected[name], name)
+
+
+def test_the_source_s_batches_are_no_rollback_of_the_branch(whole, tmp_path):
+    def broken(step: int) -> dict:
+        batch = batches(step)
+        if step == 5:
+            batch["x"][:] = np.nan
+        return batch
+
+    branch = fit(
+        tmp_path / "branch",
+        broken,
+        4,
+        init__from_run=f"{whole.folder}@4",
+        init__data_position=True,
+        checkpoint__every_steps=1,
+        optimizer__nonfinite_limit=0,
+        health__nonfinite="rollback",
+        health__max_rollbacks=1,
+    )
+    skipped = json.loads((branch.folder / "skipped.json").read_text())
+    assert skipped["windows"] == [[0, 4], [5, 6]]
 
 
 def test_a_position_in_other_data_is_refused_before_anything_compiles(
