@@ -331,8 +331,8 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         ">chips",
         ">ZeRO",
         ">accumulation",
-        ">arithmetic GiB",
-        ">compiled GiB",
+        ">arithmetic\nGiB",
+        ">compiled\nGiB",
         "",
     )
     verdicts = {True: "fits", False: "does not fit", None: "cannot tell"}

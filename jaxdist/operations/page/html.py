@@ -42,6 +42,7 @@ from jaxdist.operations.page.tables import (
     text_card,
     titled,
 )
+from jaxdist.storage.untrusted import visible
 from jaxdist.telemetry.units import duration_text, percent_text
 from jaxdist.trainer import reproduce
 
@@ -79,7 +80,7 @@ def render(runs: Sequence[RunSummary]) -> str:
     sections = [
         _figures(overlays),
         _charts(overlays),
-        _each(runs, "Generated sample", lambda run: text_card(run.sample)),
+        _each(runs, "Generated sample", lambda run: text_card(visible(run.sample))),
         _experts(overlays),
         _each(runs, "Load of experts", experts.heat_maps),
         _each(runs, "Wall time", _wall_time),

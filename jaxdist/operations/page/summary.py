@@ -13,8 +13,8 @@ from jaxdist.operations.page import cost
 from jaxdist.operations.page.event_log import EventLog
 from jaxdist.operations.page.row_sample import RowSample
 from jaxdist.operations.page.run_files import (
-    RunFiles,
     ENDS,
+    RunFiles,
     WorkdirReader,
     fields,
     finite,
