@@ -29,7 +29,7 @@ _VERDICTS = {
 }
 _BAR = 24  # width of a full bar in characters
 _MOST_ROWS = 14  # most rows of collectives; other collectives are summed
-# least width in characters that shows a collective in one line
+# least width in characters that shows a collective or an edit in one line
 _WIDE = 110
 _TEXT_WIDTH = 80  # of plan.txt
 
@@ -78,7 +78,7 @@ def _parts(plan: Json, width: int) -> Iterator[RenderableType]:
     yield from _section("checkpoints and failures", _restarts(plan["restarts"]))
     yield from _section("warnings", (Text(f"- {text}") for text in plan["warnings"]))
     yield from _section(
-        "what would make it fit, the cheapest first", _advice(plan["advice"])
+        "what would make it fit, the cheapest first", _advice(plan["advice"], width)
     )
 
 
@@ -422,16 +422,22 @@ def _cost(cost: Json, unit: str) -> str:
 _OUTCOMES = {True: "should fit", False: "not enough alone", None: ""}
 
 
-def _advice(edits: Sequence[Json]) -> Iterator[RenderableType]:
+def _advice(edits: Sequence[Json], width: int) -> Iterator[RenderableType]:
     """Yields a table of edits."""
-    table = new_table("set", ">saves GiB", "then", "at the cost of")
+    columns = ["set", ">saves GiB", "then"]
+    if width >= _WIDE:
+        columns.append("at the cost of")
+    table = new_table(*columns)
     for edit in edits:
         outcome = _OUTCOMES[edit["enough"]]
         if edit["checked"] is not None:
             outcome = "compiled: fits" if edit["checked"] else "compiled: does not fit"
-        table.add_row(
-            edit["words"], _gib(edit["saves_bytes"]), outcome, edit["cost_note"]
-        )
+        texts = [edit["words"], _gib(edit["saves_bytes"]), outcome]
+        if width >= _WIDE:
+            texts.append(edit["cost_note"])
+        else:
+            texts[0] += f"\n  at the cost of {edit['cost_note']}"
+        table.add_row(*texts)
     if edits:
         yield table
 
