@@ -118,9 +118,9 @@ def test_without_a_prompt_a_question_of_the_data_is_answered(sampled, kind, shar
 def test_a_row_without_learned_tokens_has_no_question():
     dataset = mock.MagicMock(num_validation_tokens=0)
     empty = np.zeros((1, 8), np.int32)
-    dataset.read.return_value = {
-        name: empty for name in ("weights", "segment_ids", "tokens")
-    }
+    dataset.read.return_value = dict.fromkeys(
+        ("weights", "segment_ids", "tokens"), empty
+    )
     assert not sample._question(dataset).size
 
 

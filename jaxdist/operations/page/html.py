@@ -88,7 +88,7 @@ def render(runs: Sequence[RunSummary]) -> str:
         _events(runs),
         _each(runs, "Pipeline", _pipeline),
         _each(runs, "Split sequences", _split_sequences),
-        _each(runs, "Plan", lambda run: text_card(run.plan)),
+        _each(runs, "Plan", lambda run: text_card(run.plan, wraps=False)),
         _each(runs, "Sharding", _sharding),
         _each(runs, "Profile: longest operations", _operations),
         _config(runs),
