@@ -83,7 +83,7 @@ def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any
             "trouble": trouble,
         },
         "versions": installed | {"faults": version_faults(installed)},
-        "chip": chip and _chip(chip, devices[0]),
+        "chip": chip and _chip(chip, devices[0]),  # None: not in the table of chips
         "host": {
             "cpus": os.cpu_count(),
             "memory_bytes": machine.memory_bytes(),
@@ -184,8 +184,13 @@ def as_text(report: Mapping[str, Any]) -> str:
                     lines.append(f"  {key}: {_text(f'{name}.{key}', value)}")
             continue
         items = section if isinstance(section, list) else [section]
-        lines += [f"  {_text(name, item)}" for item in items or ["none"]]
+        texts = [_text(name, item) for item in items if item is not None]
+        lines += [f"  {text}" for text in texts or [_ABSENT.get(name, "none")]]
     return "\n".join(lines)
+
+
+# texts of sections without content
+_ABSENT = {"chip": "not in the table of chips: its rates and memory are unknown"}
 
 
 def _text(path: str, value: Any) -> str:
@@ -193,7 +198,11 @@ def _text(path: str, value: Any) -> str:
     if isinstance(value, Mapping):
         if "cure" in value:
             return f"{value['check']}: {value['fault']}; cure: {value['cure']}"
-        pairs = [f"{key} {_text(f'{path}.{key}', x)}" for key, x in value.items()]
+        pairs = [
+            f"{key} {_text(f'{path}.{key}', x)}"
+            for key, x in value.items()
+            if x is not None
+        ]
         return ", ".join(pairs)
     if isinstance(value, list | tuple):
         return "; ".join(_text(path, item) for item in value) or "none"

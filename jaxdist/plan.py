@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         expert_load=flags.expert_load,
         calibration_file=flags.calibration,
     )
-    console = Console(quiet=flags.json, width=None if sys.stdout.isatty() else 120)
+    console = Console(quiet=flags.json)
     if folder:
         # Before the compilers run, so that a folder that cannot be written costs
         # little.
@@ -120,7 +120,7 @@ def _find_fewest(run: RunConfig, flags: argparse.Namespace) -> int:
     if flags.json:
         print(json.dumps(report, indent=1))
     else:
-        fewest.show(report, Console(width=None if sys.stdout.isatty() else 120))
+        fewest.show(report, Console())
     return found.exit_code
 
 

@@ -170,8 +170,8 @@ def _row(p: Placement) -> tuple[str, ...]:
         p.path,
         "x".join(map(str, p.dims)),
         ",".join(name or "-" for name in p.names) or "-",
-        _spec_text(p.stored),
-        _spec_text(p.state),
+        spec_text(p.stored),
+        spec_text(p.state),
         "x".join(map(str, p.shard_dims)),
         f"{p.shard_bytes:,}",
         f"{p.replicated_bytes:,}",
@@ -179,5 +179,6 @@ def _row(p: Placement) -> tuple[str, ...]:
     )
 
 
-def _spec_text(spec: P) -> str:
-    return "(" + ",".join("-" if axis is None else str(axis) for axis in spec) + ")"
+def spec_text(spec: P) -> str:
+    """Formats the axes that split each dim: "(-,fsdp+tensor)"; "-" is a whole dim."""
+    return f"({','.join('+'.join(axes_in(entry)) or '-' for entry in spec)})"

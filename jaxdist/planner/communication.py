@@ -449,7 +449,7 @@ _LEAST_EXPOSED = 0.005
 def _exposed(
     collectives: Sequence[Collective], chip: Chip | None, step_s: float | None
 ) -> Iterator[str]:
-    """Yields a line for each group of collectives that compute does not cover."""
+    """Yields a line for each group of collectives whose time is exposed."""
     groups: defaultdict[tuple[str, str, str, bool], list[Collective]] = defaultdict(
         list
     )

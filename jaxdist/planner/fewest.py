@@ -331,10 +331,11 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         ">chips",
         ">ZeRO",
         ">accumulation",
-        ">arithmetic GiB",
-        ">compiled GiB",
+        ">arithmetic\nGiB",
+        ">compiled\nGiB",
         "",
     )
+    table.columns[0].no_wrap = True  # a size is a value of --on
     verdicts = {True: "fits", False: "does not fit", None: "cannot tell"}
     for row in found["rows"]:
         compiled = row["compiled_bytes"]

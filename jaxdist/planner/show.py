@@ -29,6 +29,9 @@ _VERDICTS = {
 }
 _BAR = 24  # width of a full bar in characters
 _MOST_ROWS = 14  # most rows of collectives; other collectives are summed
+# least width in characters that shows a collective or an edit in one line
+_WIDE = 110
+_TEXT_WIDTH = 80  # of plan.txt
 
 
 def _gib(size: float) -> str:
@@ -37,8 +40,8 @@ def _gib(size: float) -> str:
 
 
 def show(plan: Json, console: Console) -> None:
-    """Prints the JSON of a plan as text."""
-    for part in _parts(plan):
+    """Prints the JSON of a plan as text, in the width of the console."""
+    for part in _parts(plan, console.width):
         console.print(part, highlight=False, soft_wrap=isinstance(part, Text))
 
 
@@ -49,14 +52,14 @@ def print_lines(console: Console, lines: Iterable[str]) -> None:
 
 
 def as_text(plan: Json) -> str:
-    """Formats the JSON of a plan as text without color."""
-    console = Console(width=120, color_system=None)
+    """Formats the JSON of a plan as text without color, 80 characters wide."""
+    console = Console(width=_TEXT_WIDTH, color_system=None)
     with console.capture() as capture:
         show(plan, console)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
-def _parts(plan: Json) -> Iterator[RenderableType]:
+def _parts(plan: Json, width: int) -> Iterator[RenderableType]:
     """Yields the sections of a plan; sections without content are skipped."""
     verdict, style = _VERDICTS[plan["fits"]]
     yield Text.assemble(
@@ -66,7 +69,7 @@ def _parts(plan: Json) -> Iterator[RenderableType]:
     yield from _section("memory of a device", _memory(plan["memory"]))
     yield from _section(
         "communication of a step, each device",
-        _communication(plan["collectives"], plan["calibration"]),
+        _communication(plan["collectives"], plan["calibration"], width),
     )
     yield from _section("experts", _experts(plan["experts"]))
     yield from _section("attention over a split sequence", _context(plan["context"]))
@@ -75,7 +78,7 @@ def _parts(plan: Json) -> Iterator[RenderableType]:
     yield from _section("checkpoints and failures", _restarts(plan["restarts"]))
     yield from _section("warnings", (Text(f"- {text}") for text in plan["warnings"]))
     yield from _section(
-        "what would make it fit, the cheapest first", _advice(plan["advice"])
+        "what would make it fit, the cheapest first", _advice(plan["advice"], width)
     )
 
 
@@ -203,7 +206,7 @@ def _memory(memory: Json) -> Iterator[RenderableType]:
 
 
 def _communication(
-    collectives: Sequence[Json], calibration: Json
+    collectives: Sequence[Json], calibration: Json, width: int
 ) -> Iterator[RenderableType]:
     """Yields a table of collectives, the longest first, and the source of times."""
     groups: dict[tuple[str, str, str, str, str], list[Json]] = {}
@@ -219,20 +222,25 @@ def _communication(
         groups.setdefault(key, []).append(collective)
     rows = sorted(groups.items(), key=lambda item: -_seconds(item[1]))
     # "if exposed" is the time if compute hides nothing.
-    table = new_table(
-        "what", "kind", "axis", "link", ">times", ">MB each", ">if exposed", ""
-    )
+    numbers = (">times", ">MB each", ">if exposed")
+    if width < _WIDE:
+        table = new_table("what", *numbers)
+    else:
+        table = new_table("what", "kind", "axis", "link", "", *numbers)
     for (what, kind, axis, link, overlap), group in rows[:_MOST_ROWS]:
         count = sum(collective["count"] for collective in group)
         total = sum(collective["bytes"] * collective["count"] for collective in group)
         megabytes = f"{total / max(count, 1) / 1e6:.3g}"
-        table.add_row(
-            what, kind, axis, link, str(count), megabytes, _time_of(group), overlap
-        )
+        texts = [what, kind, axis, link, overlap]
+        if width < _WIDE:
+            way = f"{kind} over {axis}" if axis else kind
+            texts = [f"{what}\n  {', '.join(filter(None, (way, link, overlap)))}"]
+        table.add_row(*texts, str(count), megabytes, _time_of(group))
     others = rows[_MOST_ROWS:]
     if others:
         seconds = _time_of(collective for _, group in others for collective in group)
-        table.add_row(f"{len(others)} more", "", "", "", "", "", seconds, "")
+        empty = [""] * (len(table.columns) - 2)
+        table.add_row(f"{len(others)} more", *empty, seconds)
     if rows:
         yield table
     if calibration:
@@ -414,16 +422,22 @@ def _cost(cost: Json, unit: str) -> str:
 _OUTCOMES = {True: "should fit", False: "not enough alone", None: ""}
 
 
-def _advice(edits: Sequence[Json]) -> Iterator[RenderableType]:
+def _advice(edits: Sequence[Json], width: int) -> Iterator[RenderableType]:
     """Yields a table of edits."""
-    table = new_table("set", ">saves GiB", "then", "at the cost of")
+    columns = ["set", ">saves GiB", "then"]
+    if width >= _WIDE:
+        columns.append("at the cost of")
+    table = new_table(*columns)
     for edit in edits:
         outcome = _OUTCOMES[edit["enough"]]
         if edit["checked"] is not None:
             outcome = "compiled: fits" if edit["checked"] else "compiled: does not fit"
-        table.add_row(
-            edit["words"], _gib(edit["saves_bytes"]), outcome, edit["cost_note"]
-        )
+        texts = [edit["words"], _gib(edit["saves_bytes"]), outcome]
+        if width >= _WIDE:
+            texts.append(edit["cost_note"])
+        else:
+            texts[0] += f"\n  at the cost of {edit['cost_note']}"
+        table.add_row(*texts)
     if edits:
         yield table
 

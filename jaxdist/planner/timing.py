@@ -69,8 +69,8 @@ class Time:
     tokens_per_s: float | None = None
     tokens_per_s_per_chip: float | None = None
     waterfall: Mapping[str, float] | None = None  # seconds of each part of step_s
-    hidden_s: float = 0.0  # asynchronous communication that compute covers
-    uncovered_s: float = 0.0  # asynchronous communication that it does not cover
+    hidden_s: float = 0.0  # asynchronous communication that compute hides
+    uncovered_s: float = 0.0  # asynchronous communication that is exposed
     notes: tuple[str, ...] = ()  # parts that the estimate omits, and doubts
 
     @property
@@ -101,7 +101,7 @@ def estimate(
     """Estimates the step time of a scheduled program.
 
     Synchronous collectives are exposed; asynchronous ones are as far as compute does
-    not cover them.
+    not hide them.
 
     Args:
       module: the program.

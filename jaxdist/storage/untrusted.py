@@ -210,6 +210,17 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
+def visible(text: str) -> str:
+    """Replaces control characters by their pictures; tabs and line breaks stay."""
+    return text.translate(_PICTURES)
+
+
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+_PICTURES[0x7F] = 0x2421
+# others that move a terminal's cursor
+_PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
 def printable(text: str) -> str:
     """Replaces characters that could move a terminal's cursor."""
     return "".join(character if character.isprintable() else "?" for character in text)

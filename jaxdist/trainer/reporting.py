@@ -7,6 +7,7 @@ import jax
 from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import coordination
 from jaxdist.optim.schedules import ScheduleSteps
+from jaxdist.parallel import placement
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import (
     batching,
@@ -104,8 +105,8 @@ def _description(
                 "parameter": placed.path,
                 "dims": list(placed.dims),
                 "names": list(placed.names),
-                "stored": str(placed.stored),
-                "state": str(placed.state),
+                "stored": placement.spec_text(placed.stored),
+                "state": placement.spec_text(placed.state),
                 "per_device": list(placed.shard_dims),
                 "bytes": placed.shard_bytes,
                 "copies": placed.replicated_bytes,

@@ -108,7 +108,8 @@ class TrainConfig:
         Needs("jaxdist.inference.sample.Sample"),
         OutsideStep(),
     ] = AUTO
-    # text that the sample continues
+    # text that the sample continues; in chats a user's turn that it answers, blank = a
+    # question of the data
     sample_prompt: Annotated[str, Resume("harmless"), OutsideStep()] = "\n"
 
     def faults(self) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import json
 from importlib import metadata
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import pytest
@@ -55,6 +56,24 @@ def test_text_has_every_section(capsys):
     assert "  count: 8\n" in text
     assert "flags\n  none" in text
     assert "GiB, writable True" in text
+
+
+@pytest.mark.parametrize("devices", ["", "fail"])
+def test_text_has_no_null(monkeypatch, devices):
+    if devices:
+        monkeypatch.setattr(jax, "devices", mock.Mock(side_effect=RuntimeError))
+    for environ in ({}, {"JAX_PLATFORMS": "tpu"}, {"JAX_PLATFORMS": "cuda"}):
+        text = doctor.as_text(doctor.examine(environ))
+        assert "None" not in text
+        assert "chip\n  not in the table of chips: its rates" in text
+
+
+@pytest.mark.parametrize("chip", chips.CHIPS, ids=lambda chip: chip.name)
+def test_a_chip_is_shown_without_null(chip):
+    device = SimpleNamespace(memory_stats=dict)
+    text = doctor.as_text({"chip": doctor._chip(chip, device)})
+    assert chip.name in text
+    assert "None" not in text
 
 
 def test_devices_that_do_not_start_are_said_and_not_a_crash(monkeypatch):

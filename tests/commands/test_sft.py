@@ -70,11 +70,16 @@ def test_the_config_is_followed_from_the_quickstart_to_an_answer(
     cache = {"data.cache_dir": tmp_path / "cache"}
     assert train.main([*base, *flags(TINY | SHORT | cache)]) == 0
     capsys.readouterr()
-    assert train.main([*tuned, *flags(SHORT | cache)]) == 0
+    sampled = {"train.sample_tokens": 4}
+    assert train.main([*tuned, *flags(SHORT | cache | sampled)]) == 0
     said = capsys.readouterr().out
     assert "training examples" in said
     assert "0 left out" in said
     assert "trainable" in said
+    # the sample answers a question that is held out
+    text = (tmp_path / "runs/sft_lora/sample.txt").read_text()
+    assert re.match("\x02user\\n[^\x03]+\x03\x02assistant\\n", text)
+    assert "sample:\n␂user\n" in said
     assert [
         row["tokens_seen"] > 0 for row in read_rows(tmp_path / "runs/sft_lora").train
     ] == [True, True]

@@ -155,17 +155,19 @@ def test_the_line_says_where_the_time_went():
     assert run_lives.goodput_line([]) == ""
     one = life(0, 620, began=0.0, step=62.0, compile=3.0)
     two = life(600, 900, began=65.0, step=30.0, compile=3.0, restore=0.4, save=1.6)
-    assert run_lives.goodput_line([one]) == "goodput 95 %: 5 % compile"
+    assert run_lives.goodput_line([one]) == "goodput 95.4 % of 1m 05s: 4.6 % compile"
     assert (
         run_lives.goodput_line([one, two])
-        == "goodput 90 %: 6 % compile, 2 % lost to a restart at step 600, 2 % save"
+        == "goodput 90.0 % of 1m 40s: 6.0 % compile, 2.0 % lost to a restart at step 600, "
+        "1.6 % save"
     )
     three = life(800, 900, began=100.0, step=10.0)
     assert "lost to 2 restarts" in run_lives.goodput_line([one, two, three])
     back = life(0, 100, began=0.0, undone=50, step=15.0, wait=5.0)
     assert (
         run_lives.goodput_line([back])
-        == "goodput 50 %: 25 % waiting for other processes, 25 % lost to rollbacks"
+        == "goodput 50.0 % of 20s: 25.0 % waiting for other processes, "
+        "25.0 % lost to rollbacks"
     )
 
 
@@ -195,7 +197,7 @@ def test_a_rows_goodput_is_that_of_the_last_write(book, clock, tmp_path):
         clock.now += 1
         book._write()
         assert book.goodput == pytest.approx(0.75)
-    assert book.summary() == "goodput 75 %: 25 % save"
+    assert book.summary() == "goodput 75.0 % of 4s: 25.0 % save"
 
 
 def test_a_life_says_how_it_ended(tmp_path):

@@ -16,6 +16,7 @@ from typing import Any
 from jaxdist.config import EXIT_CONFIG, EXIT_PREEMPTED
 from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry.clock import STEP, WAIT
+from jaxdist.telemetry.units import duration_text, percent_text
 
 LEDGER_FILE = "ledger.json"
 BEAT_S = 10.0  # seconds between two writes of an unchanged ledger
@@ -198,33 +199,35 @@ def _gap_s(life: Life, following: Life) -> float:
     )
 
 
-def goodput_line(lives: Sequence[Life]) -> str:
-    """Formats the goodput and the largest other buckets.
+def goodput_line(lives: Sequence[Life], total: Account | None = None) -> str:
+    """Formats the goodput, the wall time and the largest other buckets.
+
+    Args:
+      lives: all lives in order.
+      total: their sum; default: that to the end of the last one.
 
     Returns:
-      Such as "goodput 93 %: 3 % compile, 2 % lost to a restart at step 600"; "" before
-      any time has passed.
+      Such as "goodput 93.1 % of 2h 05m: 3.2 % compile, 2.0 % lost to a restart at step
+      600"; "" before any time has passed.
     """
-    total = account(lives)
+    if total is None:
+        total = account(lives)
     if total.goodput is None:
         return ""
     others = [(s, name) for name, s in total.buckets.items() if name != STEP]
     parts = []
     for seconds, name in sorted(others, reverse=True)[:_MAX_BUCKETS]:
-        percent = _whole_percent(seconds / total.wall_s)
-        if not percent.startswith("0 "):
-            parts.append(f"{percent} {_describe(name, lives)}")
-    line = f"goodput {_whole_percent(total.goodput)}"
+        share = seconds / total.wall_s
+        if share >= _LEAST_SHARE:
+            parts.append(f"{percent_text(share)} {_describe(name, lives)}")
+    line = f"goodput {percent_text(total.goodput)} of {duration_text(total.wall_s)}"
     if parts:
         line += f": {', '.join(parts)}"
     return line
 
 
 _MAX_BUCKETS = 5  # buckets in a line
-
-
-def _whole_percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+_LEAST_SHARE = 0.005  # least share of the wall time that is in a line
 
 
 def _describe(bucket: str, lives: Sequence[Life]) -> str:

@@ -24,6 +24,8 @@ _LEFT = 58
 _RIGHT = 14
 _TOP = 12
 _BOTTOM = 30
+# from the left end to the first label that has its middle at its tick
+_NEAR_LEFT = 30
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ def chart(
     marks: Sequence[tuple[float, str]] = (),
     bands: Sequence[tuple[Curve, Curve]] = (),
     size: tuple[int, int] = (560, 230),
+    style: str = "",
 ) -> str:
     """Draws curves as one <svg>.
 
@@ -61,6 +64,7 @@ def chart(
       marks: (step, text) of vertical lines, such as events.
       bands: pairs of `curves` with a filled area between them.
       size: width and height in pixels.
+      style: further CSS classes of the <svg>.
     """
     thin = [_thinned(curve) for curve in curves]
     points = [point for curve in thin for point in curve.points]
@@ -86,7 +90,7 @@ def chart(
     span = [frame.x0, frame.x1, frame.y0, frame.y1]
     box = [_LEFT, _TOP, frame.right, frame.bottom]
     return (
-        f'<svg class="chart" viewBox="0 0 {size[0]} {size[1]}" role="img" tabindex="0" '
+        f'<svg class="{f"chart {style}".strip()}" viewBox="0 0 {size[0]} {size[1]}" role="img" tabindex="0" '
         f'aria-label="{description}" data-unit="{escape(unit)}" '
         f'data-span="{json.dumps(span)}" data-box="{json.dumps(box)}">'
         f'{"".join(shapes)}<line class="cross" y1="0" y2="0"/></svg>'
@@ -154,8 +158,18 @@ def tick_text(value: float, step: float) -> str:
 
 
 def label(anchor: str, x: float, y: float, text: object) -> str:
-    """Draws a text with its middle or end (`anchor`) at x."""
+    """Draws a text with its start, middle or end (`anchor`) at x."""
     return f'<text class="{anchor}" x="{x:.1f}" y="{y:.1f}">{escape(str(text))}</text>'
+
+
+def x_label(x: float, y: float, text: str) -> str:
+    """Draws the label of a tick of the x axis.
+
+    It has its middle at x. Near the left end it begins there, since the name of the axis
+    is beside it.
+    """
+    anchor = "start" if x < _LEFT + _NEAR_LEFT else "middle"
+    return label(anchor, x, y, text)
 
 
 def compact_json(value: object) -> str:
@@ -196,7 +210,7 @@ class _Frame:
         parts.append(label("end", _LEFT - 8, below, "step"))
         for tick in linear_ticks(self.x0, self.x1, (self.right + _RIGHT) // 110):
             if tick == int(tick):
-                parts.append(label("middle", self.px(tick), below, tick_text(tick, 1)))
+                parts.append(x_label(self.px(tick), below, tick_text(tick, 1)))
         return "".join(parts)
 
     def _horizontal(self, style: str, y: float) -> str:

@@ -1,20 +1,23 @@
 """Cards with curves: the loss, and other fields of metrics.jsonl."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from typing import NamedTuple
 
 from jaxdist.operations.page.charts import Curve, chart, smooth
-from jaxdist.operations.page.run_files import number
+from jaxdist.operations.page.run_files import finite, number
 from jaxdist.operations.page.summary import ALERTS, RunSummary
-from jaxdist.operations.page.tables import brief
+from jaxdist.telemetry.units import field_text
 
 # colours in page.css; the ninth run has the colour of the first, with dashed lines
 _COLOURS = 8
 _DASHES = ("", " dashed", " dotted")
 _FIGURES = ("mean", "min", "max")  # suffixes of a field with several values
 _SMOOTHED_FROM = 40  # points of the shortest curve that is smoothed
+# drawings of the loss: page.css shows the one that suits the width of the screen
+_LOSS_SIZES = {"broad": (1160, 330), "slim": (560, 300)}
 _MARKED = ("restore", "resize", *ALERTS)  # events with a mark in the chart of the loss
 
 
@@ -81,10 +84,7 @@ def loss_card(overlays: Sequence[Overlay]) -> str:
     marks = []
     for overlay in overlays:
         curves += _lines(overlay, overlay.named("loss"), overlay.run.column("loss"))
-        evaluated = overlay.run.column("eval_loss")
-        if evaluated:
-            name = overlay.named("evaluation")
-            curves.append(Curve(name, overlay.style, evaluated, "points"))
+        curves += _evaluation_curves(overlay)
         for event in overlay.run.events.shown:
             step = number(event.get("step"))
             if event["event"] in _MARKED and step is not None:
@@ -101,13 +101,36 @@ def loss_card(overlays: Sequence[Overlay]) -> str:
             f'<input class="pick" type="radio" name="view" id="pick-{index}"{checked}>'
         )
         labels += f'<label for="pick-{index}">{name}</label>'
-        drawing = chart("Loss by step", view, marks=marks, size=(1160, 330))
-        views += f'<div class="view view-{index}">{drawing}</div>'
+        drawings = "".join(
+            chart("Loss by step", view, marks=marks, size=size, style=style)
+            for style, size in _LOSS_SIZES.items()
+        )
+        views += f'<div class="view view-{index}">{drawings}</div>'
     return (
         f'<div class="card wide">{picks}<div class="top"><h3>Loss</h3>'
         f'<span class="soft">nats per target</span>{_legend(overlays, curves)}'
         f'<span class="push switch">{labels}</span></div>{views}</div>'
     )
+
+
+def _evaluation_curves(overlay: Overlay) -> list[Curve]:
+    """Makes a curve for each held-out set: losses of different sets are not joined."""
+    targets = {
+        row["step"]: row.get("eval_tokens") for row in overlay.run.rows.evaluation
+    }
+    points = overlay.run.column("eval_loss")
+    sets = [
+        (size, list(group))
+        for size, group in itertools.groupby(points, lambda point: targets[point[0]])
+    ]
+    curves = []
+    for size, group in sets:
+        name = overlay.named("evaluation")
+        known_size = finite(size)
+        if len(sets) > 1 and known_size is not None:
+            name += f" on {field_text('eval_tokens', known_size)} targets"
+        curves.append(Curve(name, overlay.style, group, "points"))
+    return curves
 
 
 def _legend(overlays: Sequence[Overlay], curves: Sequence[Curve]) -> str:
@@ -126,10 +149,10 @@ def field_card(overlays: Sequence[Overlay], field: Field) -> str:
     curves = []
     last = ""
     for overlay in overlays:
-        points = _scaled(overlay.run.column(field.name), field.factor)
-        curves += _lines(overlay, overlay.run.name, points)
-        if points:
-            last += _last(overlay, brief(points[-1][1]))
+        column = overlay.run.column(field.name)
+        curves += _lines(overlay, overlay.run.name, _scaled(column, field.factor))
+        if column:
+            last += _last(overlay, field_text(field.name, column[-1][1]))
     if not curves:
         return ""
     drawing = chart(

@@ -107,7 +107,7 @@ def _map_over_time(steps: Sequence[tuple[int, Loads]]) -> str:
 
 def _card(title: str, remark: str, drawing: str) -> str:
     scale = f'<span class="push">{legend()}</span>'
-    return card(title, remark, scale, drawing, is_wide=True)
+    return card(title, remark, scale, f'<div class="map">{drawing}</div>', is_wide=True)
 
 
 def relative_load(row: Row) -> Loads | None:

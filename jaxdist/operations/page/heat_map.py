@@ -12,7 +12,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
 
-from jaxdist.operations.page.charts import compact_json, label, linear_ticks, tick_text
+from jaxdist.operations.page.charts import (
+    compact_json,
+    label,
+    linear_ticks,
+    tick_text,
+    x_label,
+)
 
 # values between the colours 1, 2, ...; colour 0 is for the value 0
 EDGES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
@@ -63,7 +69,7 @@ def heat_map(
     longest = max(len(tick_text(place, 1)) for place in places)
     for x in _ticks(num_columns, most=num_columns * cell_w / (8 * longest + 14)):
         middle = _LEFT + (x + 0.5) * cell_w
-        shapes.append(label("middle", middle, below, tick_text(places[x], 1)))
+        shapes.append(x_label(middle, below, tick_text(places[x], 1)))
     rounded = [
         [None if value is None else float(f"{value:.3g}") for value in row]
         for row in values

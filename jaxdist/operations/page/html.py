@@ -29,6 +29,7 @@ from jaxdist.operations.page.event_log import EventLog
 from jaxdist.operations.page.summary import (
     ALERTS,
     RunSummary,
+    evaluations,
     figures,
     mesh_text,
     state,
@@ -41,6 +42,7 @@ from jaxdist.operations.page.tables import (
     text_card,
     titled,
 )
+from jaxdist.storage.untrusted import visible
 from jaxdist.telemetry.units import duration_text, percent_text
 from jaxdist.trainer import reproduce
 
@@ -63,6 +65,8 @@ _FIELDS = (
     Field("loss_scale", "Loss scale", "of float16"),
     Field("data_wait_s", "Data wait", "ms per step", 1e3, "ms"),
 )
+# names of columns that differ from the fields of run.json
+_SHARDING_COLUMNS = {"state": "optimizer state", "per_device": "per device"}
 # fields of run.json with a section of their own
 _ELSEWHERE = ("sharding", "timeline_svg", "split_sequences", reproduce.COMMAND)
 
@@ -76,6 +80,7 @@ def render(runs: Sequence[RunSummary]) -> str:
     sections = [
         _figures(overlays),
         _charts(overlays),
+        _each(runs, "Generated sample", lambda run: text_card(visible(run.sample))),
         _experts(overlays),
         _each(runs, "Load of experts", experts.heat_maps),
         _each(runs, "Wall time", _wall_time),
@@ -83,13 +88,12 @@ def render(runs: Sequence[RunSummary]) -> str:
         _events(runs),
         _each(runs, "Pipeline", _pipeline),
         _each(runs, "Split sequences", _split_sequences),
-        _each(runs, "Plan", lambda run: text_card(run.plan)),
+        _each(runs, "Plan", lambda run: text_card(run.plan, wraps=False)),
         _each(runs, "Sharding", _sharding),
         _each(runs, "Profile: longest operations", _operations),
         _config(runs),
         _info(runs),
         _each(runs, "Repeat", _repeat),
-        _each(runs, "Generated sample", lambda run: text_card(run.sample)),
     ]
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     page = _PAGE.substitute(
@@ -175,6 +179,7 @@ def _charts(overlays: Sequence[Overlay]) -> str:
     cards += "".join(field_card(overlays, field) for field in (speed, *_FIELDS))
     cards += other_cards(overlays, others)
     section = f'<section class="charts" aria-label="Curves">{cards}</section>'
+    section += "".join(map(_held_out_text, runs))
     section += "".join(_sample_text(run) for run in runs if run.is_sampled)
     if not any(run.column("mfu_causal") for run in runs):
         section += (
@@ -182,6 +187,18 @@ def _charts(overlays: Sequence[Overlay]) -> str:
             "table.</p>"
         )
     return section
+
+
+def _held_out_text(run: RunSummary) -> str:
+    """Draws a remark about a run whose held-out set changed; "" for others."""
+    compared = evaluations(run)
+    if len(compared) == len(run.rows.evaluation):
+        return ""
+    return _remark(
+        f"{run.name}: the held-out set changed, as it does if train.steps is raised. The "
+        f"best evaluation loss is of the {len(compared):,} evaluations on the last set, "
+        f"from step {compared[0]['step']:,} on."
+    )
 
 
 def _sample_text(run: RunSummary) -> str:
@@ -211,6 +228,7 @@ def _events(runs: Sequence[RunSummary]) -> str:
     remarks = ""
     for run in runs:
         shown = run.events.shown
+        began = _began(run)
         if len(shown) < len(run.events):
             remarks += _remark(
                 f"{run.name}: {len(shown):,} of {len(run.events):,} events shown; "
@@ -218,7 +236,7 @@ def _events(runs: Sequence[RunSummary]) -> str:
             )
         for event in shown:
             clock = _clock(datetime.fromtimestamp(event["time"], UTC))
-            passed = duration_text(event["time"] - shown[0]["time"])
+            passed = duration_text(event["time"] - began)
             step = "" if event["step"] is None else str(event["step"])
             details = "  ".join(
                 f"{name}={brief(value)}"
@@ -236,6 +254,16 @@ def _events(runs: Sequence[RunSummary]) -> str:
     return titled("Events", remarks + table(head, rows, row_styles=styles))
 
 
+def _began(run: RunSummary) -> float:
+    """Finds the time from which the events of a run are counted, since 1970."""
+    if run.started is not None:
+        return run.started
+    if run.events.first is None:
+        return 0.0
+    first_time: float = run.events.first["time"]
+    return first_time
+
+
 def _numbers_text(events: EventLog) -> str:
     """Formats the numbers of events by name, the most frequent first."""
     return ", ".join(
@@ -245,14 +273,14 @@ def _numbers_text(events: EventLog) -> str:
 
 def _wall_time(run: RunSummary) -> str:
     """Draws the wall time of all starts by bucket; "" without a ledger."""
-    account = run_lives.account(run.lives)
+    account = run.account
     if not account.wall_s:
         return ""
     rows = [
         [name, duration_text(seconds), percent_text(seconds / account.wall_s)]
         for name, seconds in account.largest()
     ]
-    line = _remark(run_lives.goodput_line(run.lives))
+    line = _remark(run_lives.goodput_line(run.lives, account))
     return line + table(["spent on", "time", "share"], rows)
 
 
@@ -277,7 +305,19 @@ def _remark(text: str) -> str:
 def _sharding(run: RunSummary) -> str:
     rows = [row for row in run.info.get("sharding", []) if isinstance(row, dict)]
     head = list(dict.fromkeys(key for row in rows for key in row))
-    return table(head, [[brief(row.get(key, "")) for key in head] for row in rows])
+    names = [_SHARDING_COLUMNS.get(key, key) for key in head]
+    return table(
+        names, [[_dims_text(row.get(key, "")) for key in head] for row in rows]
+    )
+
+
+def _dims_text(value: object) -> str:
+    """Formats dims as "2x32" and their names as "d_model,heads", as a dry run does."""
+    if not isinstance(value, list):
+        return brief(value)
+    if all(type(item) is int for item in value):
+        return "x".join(map(str, value))
+    return ",".join("-" if item is None else brief(item) for item in value)
 
 
 def _pipeline(run: RunSummary) -> str:

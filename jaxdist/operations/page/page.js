@@ -54,7 +54,7 @@ for (const svg of document.querySelectorAll("svg.chart")) {
     const scale = box.width / svg.viewBox.baseVal.width;
     const place_x = box.left - outer.left + px(x) * scale;
     const flip = place_x + tip.offsetWidth + 16 > outer.width;
-    tip.style.left = `${flip ? place_x - tip.offsetWidth - 12 : place_x + 12}px`;
+    tip.style.left = `${Math.max(0, flip ? place_x - tip.offsetWidth - 12 : place_x + 12)}px`;
     tip.style.top = `${box.top - outer.top + top * scale}px`;
   };
   const hide = () => {
@@ -95,7 +95,8 @@ for (const svg of document.querySelectorAll("svg.heat")) {
     const scale = box.width / svg.viewBox.baseVal.width;
     const place_x = box.left - outer.left + (left + (column + 1) * wide) * scale;
     const flip = place_x + tip.offsetWidth + 16 > outer.width;
-    tip.style.left = `${flip ? place_x - wide * scale - tip.offsetWidth - 8 : place_x + 8}px`;
+    const left_x = flip ? place_x - wide * scale - tip.offsetWidth - 8 : place_x + 8;
+    tip.style.left = `${Math.max(0, left_x)}px`;
     tip.style.top = `${box.top - outer.top + (top + row * high) * scale}px`;
   };
   const hide = () => { tip.hidden = true; cross.style.opacity = 0; };

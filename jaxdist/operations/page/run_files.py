@@ -4,7 +4,10 @@ Anybody may have written the files, so unreadable parts are skipped. Needs no ja
 """
 
 import contextlib
+import functools
 import math
+import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +16,13 @@ from typing import Any
 from jaxdist.config import schema
 from jaxdist.operations.ledger import run_lives
 from jaxdist.operations.page.event_log import EventLog
-from jaxdist.storage import run_format, untrusted
+from jaxdist.storage import lock, run_format, untrusted
 from jaxdist.telemetry import metrics
 
+# events that show the end of a life: the last of them counts
+ENDS = ("start", "stop", "preempted", "peer_lost", "hang")
+# seconds without a write after which a run on another machine counts as ended
+_QUIET_S = 3 * run_lives.BEAT_S
 _PROFILE = "profile/top_ops.json"
 # types of fields of run.json
 _INFO_TYPES: Mapping[str, type] = {
@@ -47,6 +54,8 @@ class RunFiles:
     events: EventLog = field(default_factory=EventLog)
     lives: Sequence[run_lives.Life] = ()  # content of ledger.json
     operations: Sequence[Mapping[str, Any]] = ()  # rows of a profile
+    # time at which the files were read, in seconds since 1970
+    now: float = field(default_factory=time.time)
 
     @property
     def unit(self) -> str:
@@ -61,6 +70,108 @@ class RunFiles:
         if not self.rows.train:
             return {}
         return self.rows.train[-1]
+
+    # --- its lives --------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Checks if a process trains the run.
+
+        Such a process holds the lock. If the file system has no locks, it has written
+        the ledger recently.
+        """
+        is_held = lock.is_held(self.folder / ".lock")
+        if is_held is not None:
+            return is_held
+        life = self.last_life
+        return life is not None and not life.ended and not self._is_quiet(life)
+
+    @property
+    def last_life(self) -> run_lives.Life | None:
+        """Returns the newest life of the ledger; None if there is none."""
+        if not self.lives:
+            return None
+        return self.lives[-1]
+
+    @property
+    def current_life(self) -> run_lives.Life | None:
+        """Finds the life of the running process; None if it has not written one yet."""
+        life = self.last_life
+        if life is None or life.ended or not self.running:
+            return None
+        # If the lock is newer than the last write, the last life was killed. The
+        # process that holds the lock has another life.
+        is_older_than_lock = (self.lock_time or 0.0) > life.written
+        if self._is_quiet(life) and is_older_than_lock:
+            return None
+        return life
+
+    def _is_quiet(self, life: run_lives.Life) -> bool:
+        return self.now - life.written >= _QUIET_S
+
+    @property
+    def lock_time(self) -> float | None:
+        """Finds the time when the lock was taken, in seconds since 1970, or None."""
+        try:
+            return os.stat(self.folder / ".lock").st_mtime
+        except OSError:
+            return None
+
+    @functools.cached_property
+    def account(self) -> run_lives.Account:
+        """Sums the lives. The time of a running process counts up to `now`.
+
+        All goodputs and times since the start that are shown are of this account.
+        """
+        return run_lives.account(self.lives, self.now if self.current_life else None)
+
+    @property
+    def started(self) -> float | None:
+        """Finds the time when the run first started, in seconds since 1970, or None."""
+        times = [life.began for life in self.lives[:1]]
+        event = self.events.first_of("start")
+        if event is not None:
+            times.append(event["time"])
+        return min(times, default=None)
+
+    @property
+    def outcome(self) -> tuple[str, str | None]:
+        """Finds the state of a run that no process trains, and its reason.
+
+        States are "finished", "stopped", "failed", "preempted", "died" and "not
+        started".
+        """
+        end = self.events.last_of(*ENDS)
+        if end is None:
+            if self.lives:
+                return "died", "before its first step"
+            return "not started", None
+        name = end["event"]
+        if name == "stop":
+            return _stopped(end)
+        if name == "start":
+            return "died", "its process ended without a word"
+        if name == "preempted":
+            return "preempted", None
+        return "failed", name
+
+
+def _stopped(stop: metrics.Row) -> tuple[str, str | None]:
+    """Finds the state after the event `stop`, and its reason."""
+    reason = stop.get("reason")
+    text = None if reason is None else str(reason)
+    if "error" in stop or reason == "nonfinite":
+        return "failed", text
+    if reason == "finished":
+        return "finished", None
+    return "stopped", text
+
+
+def state_text(state: str, reason: str | None) -> str:
+    """Formats a state with its reason: "stopped: enough", or "finished"."""
+    if not reason:
+        return state
+    return f"{state}: {reason}"
 
 
 class WorkdirReader:

@@ -18,6 +18,8 @@ from jaxdist.telemetry.units import field_text
 
 _MAX_DEPTH = 6  # levels of folders that are searched
 _MAX_KEYS = 8  # differing keys that are printed for a run
+# name of the loss of the last evaluation
+_EVALUATION = "last eval"
 # folders of a workdir, which hold no other run
 _INSIDE = ("checkpoints", "quarantine", "profile", "tensorboard", "wandb")
 
@@ -84,7 +86,7 @@ def as_text(document: Mapping[str, Any]) -> str:
         return f"no runs below {document['folder']}"
     units = sorted({run["unit"] for run in runs}, reverse=True)
     speed = f"{' or '.join(units)}/s"
-    rows = [["run", "state", "step", "loss", speed, "MFU", "started"]]
+    rows = [["run", "state", "step", "loss", _EVALUATION, speed, "MFU", "started"]]
     rows += [_cells(run) for run in runs]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_line(rows[0], widths)]
@@ -96,15 +98,28 @@ def as_text(document: Mapping[str, Any]) -> str:
         lines += changes[:_MAX_KEYS]
         if len(changes) > _MAX_KEYS:
             lines.append(f"    and {len(changes) - _MAX_KEYS} more")
+    lines += _held_out_lines(runs)
     # values come from files that anybody may have written
     return "\n".join(map(untrusted.printable, lines))
+
+
+def _held_out_lines(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Says if evaluation losses cannot be compared: they are of different sets."""
+    sizes = {number(run["eval_tokens"]) for run in runs}
+    known = sorted(size for size in sizes if size is not None)
+    if len(known) < 2:
+        return []
+    texts = ", ".join(field_text("eval_tokens", size) for size in known)
+    return [
+        f"{_EVALUATION}: losses of held-out sets of different sizes ({texts} targets)"
+    ]
 
 
 def _cells(run: Mapping[str, Any]) -> list[str]:
     cells = [run["name"], run["state"], f"{run['step']:,}"]
     if run["steps"]:
         cells[-1] += f"/{run['steps']:,}"
-    for name in ("loss", "tokens_per_s", "mfu"):
+    for name in ("loss", "eval_loss", "tokens_per_s", "mfu"):
         value = number(run[name])
         cells.append("-" if value is None else field_text(name, value))
     if run["started"] is None:

@@ -4,7 +4,6 @@ Reading takes milliseconds, also while the run trains. Needs no jax.
 """
 
 import math
-import os
 import textwrap
 import time
 from collections.abc import Mapping
@@ -16,9 +15,15 @@ from jaxdist.config import ConfigError
 from jaxdist.operations.ledger import run_lives
 from jaxdist.operations.page import cost, experts, planned, step_parts
 from jaxdist.operations.page.event_log import EventLog
-from jaxdist.operations.page.run_files import RunFiles, WorkdirReader, number
-from jaxdist.operations.page.summary import is_failure, sizes
-from jaxdist.storage import lock, run_format, untrusted
+from jaxdist.operations.page.run_files import (
+    ENDS,
+    RunFiles,
+    WorkdirReader,
+    number,
+    state_text,
+)
+from jaxdist.operations.page.summary import sizes
+from jaxdist.storage import run_format, untrusted
 from jaxdist.telemetry import metrics
 from jaxdist.telemetry.units import duration_text, field_text, percent_text
 from jaxdist.trainer import reproduce
@@ -40,11 +45,7 @@ ACTIVITIES = {
     "save": "saving",
     "end": "writing its last files",
 }
-# events that show the end of a life: the last of them counts
-ENDS = ("start", "stop", "preempted", "peer_lost", "hang")
 OTHER_VERSION = "other version"
-# seconds without a write after which a run on another machine counts as ended
-_QUIET_S = 3 * run_lives.BEAT_S
 _ROW_FIELDS = ("loss", "tokens_per_s", "mfu", "hfu", "tokens_seen", "step_time_s")
 
 
@@ -52,50 +53,9 @@ _ROW_FIELDS = ("loss", "tokens_per_s", "mfu", "hfu", "tokens_seen", "step_time_s
 class RunStatus(RunFiles):
     """Current contents of a workdir, with the last rows only."""
 
-    now: float  # seconds since 1970
     # message if another version wrote the run, of which nothing else is read; "": this
     # version did
     other_version: str = ""
-
-    @property
-    def running(self) -> bool:
-        """Checks if a process trains the run.
-
-        Such a process holds the lock. If the file system has no locks, it has written
-        the ledger recently.
-        """
-        is_held = lock.is_held(self.folder / ".lock")
-        if is_held is not None:
-            return is_held
-        life = self._last_life()
-        return life is not None and not life.ended and not self._is_quiet(life)
-
-    def _last_life(self) -> run_lives.Life | None:
-        if not self.lives:
-            return None
-        return self.lives[-1]
-
-    def _is_quiet(self, life: run_lives.Life) -> bool:
-        return self.now - life.written >= _QUIET_S
-
-    def _current_life(self) -> run_lives.Life | None:
-        """Finds the life of the running process; None if it has not written one yet."""
-        life = self._last_life()
-        if life is None or life.ended or not self.running:
-            return None
-        # If the lock is newer than the last write, the last life was killed. The
-        # process that holds the lock has another life.
-        is_older_than_lock = (self._lock_time() or 0.0) > life.written
-        if self._is_quiet(life) and is_older_than_lock:
-            return None
-        return life
-
-    def _lock_time(self) -> float | None:
-        """Finds the time when the lock was taken, in seconds since 1970, or None."""
-        try:
-            return os.stat(self.folder / ".lock").st_mtime
-        except OSError:
-            return None
 
     def document(self) -> dict[str, Any]:
         """Builds the document of `jaxdist status --json`."""
@@ -105,9 +65,7 @@ class RunStatus(RunFiles):
         step = self._step()
         steps = _count_or_0(self.config.get("train.steps"))
         step_s = number(row.get("step_time_s"))
-        account = run_lives.account(
-            self.lives, self.now if self._current_life() else None
-        )
+        account = self.account
         document: dict[str, Any] = {
             "workdir": str(self.folder),
             "state": state,
@@ -123,13 +81,13 @@ class RunStatus(RunFiles):
             document["eta_s"] = step_s * (steps - step)
         document |= {name: row.get(name) for name in _ROW_FIELDS}
         document["unit"] = self.unit  # unit of tokens_per_s and tokens_seen
-        document["eval_loss"] = None
-        if self.rows.evaluation:
-            document["eval_loss"] = self.rows.evaluation[-1].get("eval_loss")
+        evaluation = self.rows.evaluation[-1] if self.rows.evaluation else {}
+        # of the last evaluation, and the targets of its held-out set
+        document["eval_loss"] = evaluation.get("eval_loss")
+        document["eval_tokens"] = evaluation.get("eval_tokens")
         document["experts"] = experts.figures(row)
         document |= sizes(self.info)
-        first_start = self.events.first_of("start")
-        document["started"] = first_start["time"] if first_start else None
+        document["started"] = self.started
         document["starts"] = self.events.numbers["start"]
         document |= self._step_parts()
         document["goodput"] = account.goodput
@@ -167,17 +125,17 @@ class RunStatus(RunFiles):
         """Describes the phase of a running run; None without a ledger."""
         if not self.lives:
             return None
-        life = self._current_life()
+        life = self.current_life
         phase = life.phase if life else "start"
         return ACTIVITIES.get(phase, phase)
 
     def _since(self, is_running: bool) -> float | None:
         """Finds the time when the state began, in seconds since 1970."""
         if is_running and self.lives:
-            life = self._current_life()
+            life = self.current_life
             if life is not None:
                 return life.since
-            lock_time = self._lock_time()
+            lock_time = self.lock_time
             if lock_time:  # a start that has not written yet
                 return lock_time
         times = []
@@ -191,26 +149,13 @@ class RunStatus(RunFiles):
     def _state(self) -> tuple[str, str | None]:
         """Finds the state of the run, and its reason.
 
-        States are "running", "finished", "stopped", "failed", "preempted", "died",
-        "not started" and `OTHER_VERSION`.
+        States are "running", `OTHER_VERSION` and those of `outcome`.
         """
         if self.other_version:
             return OTHER_VERSION, self.other_version
         if self.running:
             return "running", None
-        end = self.events.last_of(*ENDS)
-        if end is None:
-            if self.lives:
-                return "died", "before its first step"
-            return "not started", None
-        name = end["event"]
-        if name == "stop":
-            return _stopped(end)
-        if name == "start":
-            return "died", "its process ended without a word"
-        if name == "preempted":
-            return "preempted", None
-        return "failed", name
+        return self.outcome
 
     def _step(self) -> int:
         """Finds the number of finished updates.
@@ -219,7 +164,7 @@ class RunStatus(RunFiles):
         """
         row = self.last_row
         row_step: int = row.get("step", 0)
-        life = self._last_life()
+        life = self.last_life
         if life is None or life.first is None:
             return row_step
         row_time = number(row.get("time")) or 0.0
@@ -282,16 +227,6 @@ class RunStatus(RunFiles):
         return number(event.get("interval_s")) or 0.0
 
 
-def _stopped(stop: metrics.Row) -> tuple[str, str]:
-    """Finds the state after the event `stop`, and its reason."""
-    reason = str(stop.get("reason"))
-    if is_failure(stop):
-        return "failed", reason
-    if reason == "finished":
-        return "finished", reason
-    return "stopped", reason
-
-
 def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
     """Reads the status of the run in a folder.
 
@@ -310,13 +245,13 @@ def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
             f"{folder}: holds no run (none of {known}); give the --workdir of train"
         )
     run_format.check_folder(folder)
-    if now is None:
-        now = time.time()
     events = EventLog(metrics.iter_events(folder, (*ENDS, "save", "save_interval")))
     for event in metrics.read_last_events(folder)[-1:]:
         events.last = event
     files = WorkdirReader(folder).read(metrics.read_last_rows(folder), events)
-    return RunStatus(now=now, **files)
+    if now is not None:
+        files["now"] = now
+    return RunStatus(**files)
 
 
 def read_any_status(workdir: Path) -> RunStatus:
@@ -328,7 +263,7 @@ def read_any_status(workdir: Path) -> RunStatus:
     try:
         return read_status(workdir)
     except run_format.OtherVersion as error:
-        return RunStatus(folder=workdir, now=time.time(), other_version=str(error))
+        return RunStatus(folder=workdir, other_version=str(error))
 
 
 def is_run(folder: Path) -> bool:
@@ -370,9 +305,7 @@ def as_text(document: Mapping[str, Any]) -> str:
 
 def _state_text(document: Mapping[str, Any]) -> str:
     doing = document["doing"]
-    text: str = document["state"]
-    if doing or document["reason"]:
-        text += f": {doing or document['reason']}"
+    text = state_text(document["state"], doing or document["reason"])
     if not document["since"]:
         return text
     passed = duration_text(max(0.0, time.time() - document["since"]))

@@ -9,20 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError
-from jaxdist.operations.ledger import run_lives
 from jaxdist.operations.page import cost
 from jaxdist.operations.page.event_log import EventLog
 from jaxdist.operations.page.row_sample import RowSample
 from jaxdist.operations.page.run_files import (
+    ENDS,
     RunFiles,
     WorkdirReader,
     fields,
     finite,
     number,
+    state_text,
 )
 from jaxdist.storage import run_format
 from jaxdist.telemetry import metrics
-from jaxdist.telemetry.units import count_text, duration_text, field_text
+from jaxdist.telemetry.units import (
+    count_text,
+    duration_text,
+    field_text,
+    percent_text,
+)
 
 ALERTS = ("preempted", "peer_lost", "hang", "bad_checkpoint", "nonfinite")
 
@@ -199,23 +205,21 @@ def sizes(info: Mapping[str, Any]) -> dict[str, float | None]:
     }
 
 
+_TONES = {"finished": "good", "stopped": "good", "running": "", "not started": ""}
+
+
 def state(run: RunSummary) -> tuple[str, str]:
-    """Finds the state of a run, and its tone on the page: "good", "bad" or ""."""
-    event = run.events.last_of("stop", "start", *ALERTS)
-    if event is None:
-        return "no events", ""
-    name = event["event"]
-    if name == "stop":
-        tone = "bad" if is_failure(event) else "good"
-        return f"stopped: {event.get('reason')}", tone
-    if name in ALERTS:
-        return f"last event: {name}", "bad"
-    return "running, or ended without a stop event", ""
+    """Finds the state of a run, and its tone on the page: "good", "bad" or "".
 
-
-def is_failure(stop: metrics.Row) -> bool:
-    """Checks if the event `stop` belongs to a failed run."""
-    return "error" in stop or stop.get("reason") == "nonfinite"
+    The state is that of `jaxdist status`. The page is also written while the process
+    of a run ends: the event `stop` then says more than that it still runs.
+    """
+    name, reason = run.outcome
+    end = run.events.last_of(*ENDS)
+    has_stopped = end is not None and end["event"] == "stop"
+    if run.running and not has_stopped:
+        return "running", _TONES["running"]
+    return state_text(name, reason), _TONES.get(name, "bad")
 
 
 def mesh_text(run: RunFiles) -> str:
@@ -230,7 +234,9 @@ def figures(run: RunSummary) -> dict[str, str]:
     """Formats the known key figures of a run by their names, in reading order."""
     texts = {
         "last loss": _last(run, "loss"),
+        "last evaluation loss": _last(run, "eval_loss"),
         "best evaluation loss": _best_evaluation(run),
+        "held-out targets": _held_out_targets(run),
         "steps": _last(run, "step"),
         f"{run.unit} seen": _last(run, "tokens_seen"),
         **_size_texts(run.info),
@@ -240,8 +246,7 @@ def figures(run: RunSummary) -> dict[str, str]:
         "MFU causal, median": _median(run, "mfu_causal"),
         "MFU full, median": _median(run, "mfu_full"),
         "HFU, median": _median(run, "hfu"),
-        "goodput": _last(run, "goodput"),
-        "time since start": _age(run),
+        **_time_texts(run),
         **_cost_texts(run),
     }
     return {name: text for name, text in texts.items() if text}
@@ -257,17 +262,40 @@ def _median(run: RunSummary, field: str) -> str:
     return field_text(field, statistics.median(values)) if values else ""
 
 
+def evaluations(run: RunSummary) -> list[metrics.Row]:
+    """Returns the evaluations on the held-out set of the last one.
+
+    A run whose train.steps was raised may evaluate on more targets from there on. The
+    losses before and after are of different sets.
+    """
+    rows = run.rows.evaluation
+    if not rows:
+        return []
+    targets = rows[-1].get("eval_tokens")
+    return [row for row in rows if row.get("eval_tokens") == targets]
+
+
 def _best_evaluation(run: RunSummary) -> str:
-    losses = [loss for loss in run.values("eval_loss") if finite(loss) is not None]
-    return field_text("eval_loss", min(losses)) if losses else ""
+    losses = [finite(row["eval_loss"]) for row in evaluations(run)]
+    known = [loss for loss in losses if loss is not None]
+    return field_text("eval_loss", min(known)) if known else ""
 
 
-def _age(run: RunSummary) -> str:
-    first = run.events.first
-    last = run.events.last
-    if first is None or last is None:
-        return ""
-    return duration_text(last["time"] - first["time"])
+def _held_out_targets(run: RunSummary) -> str:
+    rows = run.rows.evaluation
+    targets = finite(rows[-1].get("eval_tokens")) if rows else None
+    return "" if targets is None else field_text("eval_tokens", targets)
+
+
+def _time_texts(run: RunSummary) -> dict[str, str]:
+    """Formats the goodput and the wall time of the run's account; {} without one."""
+    goodput = run.account.goodput
+    if goodput is None:
+        return {}
+    return {
+        "goodput": percent_text(goodput),
+        "time since start": duration_text(run.account.wall_s),
+    }
 
 
 def _size_texts(info: Mapping[str, Any]) -> dict[str, str]:
@@ -290,7 +318,7 @@ def _cost_texts(run: RunSummary) -> dict[str, str]:
         run.config,
         run.info,
         run.lives,
-        run_lives.account(run.lives),
+        run.account,
         max(run.values("tokens_seen"), default=None),
     )
     return cost.as_texts(document, run.unit)

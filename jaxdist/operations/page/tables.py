@@ -16,11 +16,17 @@ def titled(title: str, body: str) -> str:
     return f"<h2>{escape(title)}</h2>{body}"
 
 
-def text_card(text: str) -> str:
-    """Draws a card with preformatted text; "" without text."""
+def text_card(text: str, *, wraps: bool = True) -> str:
+    """Draws a card with preformatted text; "" without text.
+
+    Args:
+      text: the text.
+      wraps: long lines are wrapped; if not, they are scrolled, as tables need it.
+    """
     if not text:
         return ""
-    return f'<div class="card scroll"><pre>{escape(text)}</pre></div>'
+    style = "" if wraps else ' class="lines"'
+    return f'<div class="card scroll"><pre{style}>{escape(text)}</pre></div>'
 
 
 def table(

@@ -5,6 +5,7 @@ jax.
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -13,7 +14,8 @@ from html.parser import HTMLParser
 import pytest
 
 from jaxdist import config, report
-from jaxdist.operations.page import charts, html, summary
+from jaxdist.operations.page import charts, heat_map, html, summary
+from jaxdist.operations.page.status import as_text, read_status
 from jaxdist.storage import run_format
 from jaxdist.telemetry import metrics
 from support.paths import ROOT
@@ -123,7 +125,9 @@ def test_what_the_page_shows(tmp_path):
     workdir = make_run(tmp_path / "run", name="plain")
     assert report.main([str(workdir)]) == 0
     text, page = read_page(workdir / "report.html")
-    assert page.count("svg") == 2 + 6 + 1, "two views of the loss, six fields, one aux"
+    assert page.count("svg") == 2 * 2 + 6 + 1, (
+        "two views of the loss, six fields, one aux"
+    )
     labels = [given["aria-label"] for tag, given in page.tags if tag == "svg"]
     assert labels[0].startswith("Loss by step. loss: from 8 to 3.083;")
     assert "evaluation: from 3.25 to 3.25" in labels[0]
@@ -146,6 +150,140 @@ def test_what_the_page_shows(tmp_path):
     )
     assert points[0] == [1, 8.0]
     assert len(points) == 59
+
+
+def test_the_best_evaluation_is_of_one_held_out_set(tmp_path):
+    """A run whose train.steps was raised evaluates on more targets from there on."""
+    workdir = make_run(tmp_path / "run", name="plain")
+    with closing(metrics.MetricsWriter(workdir)) as w:
+        for step, loss, targets in (
+            (70, 2.5, 1000),
+            (80, 2.75, 8000),
+            (90, 2.625, 8000),
+        ):
+            w.write(step, {"loss": 2.0})
+            w.write(step, {"eval_loss": loss, "eval_tokens": targets})
+    run = summary.read_run(workdir)
+    figures = summary.figures(run)
+    names = ("last evaluation loss", "best evaluation loss", "held-out targets")
+    assert [figures[name] for name in names] == ["2.6250", "2.6250", "8k"]
+    page = html.render([run])
+    assert "run: the held-out set changed" in page
+    assert "of the 2 evaluations on the last set, from step 80 on" in page
+    # losses of different sets are not joined by a line
+    assert "evaluation on 1k targets: from 3.25 to 2.5;" in page
+    assert "evaluation on 8k targets: from 2.75 to 2.625" in page
+    assert "held-out set changed" not in html.render(
+        [summary.read_run(make_run(tmp_path / "b"))]
+    )
+
+
+SHARDING = {
+    "parameter": "blocks/query",
+    "dims": [2, 32, 4],
+    "names": ["d_model", None],
+    "stored": "(-,-,tensor)",
+    "state": "(fsdp+data,-,tensor)",
+    "per_device": [2, 32, 2],
+}
+
+
+def test_sharding_is_written_as_on_the_terminal(tmp_path):
+    workdir = make_run(tmp_path)
+    info = json.loads((workdir / "run.json").read_text()) | {"sharding": [SHARDING]}
+    (workdir / "run.json").write_text(json.dumps(info))
+    text = html.render([summary.read_run(workdir)])
+    cells = "".join(
+        f"<td>{cell}</td>"
+        for cell in (
+            "blocks/query",
+            "2x32x4",
+            "d_model,-",
+            "(-,-,tensor)",
+            "(fsdp+data,-,tensor)",
+            "2x32x2",
+        )
+    )
+    assert cells in text
+    assert "<th>optimizer state</th><th>per device</th>" in text
+
+
+# --- small screens
+
+
+PHONE = 390  # CSS pixels
+_OUTSIDE = 2 * 20 + 2 * 16 + 2  # of a drawing: margins, paddings and borders
+_DIGIT = 0.6  # width of a digit, relative to the size of the font, at most
+
+
+def font_size(width):
+    """Reads the size of the labels of charts on a screen of this width."""
+    css = html._STYLE
+    size = 11.5
+    for limit, number in re.findall(
+        r"@media \(max-width: (\d+)px\) { \.chart text { font-size: (\d+)px", css
+    ):
+        if width <= int(limit):
+            size = float(number)
+    return size
+
+
+def test_a_phone_shows_the_loss_of_the_whole_run(tmp_path):
+    text = html.render([summary.read_run(make_run(tmp_path, steps=300))])
+    drawings = re.findall(
+        r'<svg class="chart (\w+)" viewBox="0 0 (\d+) .*?</svg>', text
+    )
+    assert drawings == [("broad", "1160"), ("slim", "560")] * 2
+    curves = [
+        [json.loads(points) for points in re.findall(r'data-points="(.*?)"', drawing)]
+        for drawing in re.findall(r'<svg class="chart [bs]\w+".*?</svg>', text)
+    ]
+    assert curves[0] == curves[1]
+    assert curves[1][0][0][0] == 1
+    assert curves[1][0][-1][0] == 300
+    assert ".broad { display: none; } .slim { display: block; }" in text
+    # nothing makes a chart wider than its card
+    assert "svg { display: block; width: 100%; height: auto;" in text
+    for rule in re.findall(r"([^{}]+){[^{}]*min-width: 720px", html._STYLE):
+        assert "chart" not in rule
+        assert ".view" not in rule
+        assert "svg" not in rule.replace(".map svg", "")
+    shown = font_size(PHONE) * (PHONE - _OUTSIDE) / 560
+    assert shown > 9, "labels of so many pixels cannot be read"
+
+
+def test_two_tiles_stand_in_a_row_on_a_phone():
+    least, gap = re.search(
+        r"minmax\(min\((\d+)px, 50% - 6px\), 1fr\)\); gap: (\d+)px", html._STYLE
+    ).groups()
+    inside = PHONE - 2 * 20
+    assert min(int(least), inside / 2 - 6) * 2 + int(gap) <= inside
+    assert min(int(least), inside / 2 - 6) * 3 + 2 * int(gap) > inside
+
+
+@pytest.mark.parametrize("width", [PHONE, 1240])
+@pytest.mark.parametrize(
+    ("first", "last"), [(1, 60), (0, 9), (12_500, 20_000), (990_000, 1_310_000)]
+)
+def test_labels_of_an_axis_do_not_touch(first, last, width):
+    """Also those of a run that was restored, whose first tick is a wide number."""
+    points = [(first, 0.0), (last, 1.0)]
+    chart = charts.chart("x", [charts.Curve("x", "run-0", points)])
+    heat = heat_map.heat_map(
+        "x", [[1.0, 2.0]] * 3, rows="layer", columns="step", places=[first, last]
+    )
+    for drawing, size in ((chart, font_size(width)), (heat, 11.5)):
+        rows = {}
+        for anchor, x, y, text in re.findall(
+            r'<text class="(\w+)" x="([\d.]+)" y="([\d.]+)">(.*?)</text>', drawing
+        ):
+            wide = _DIGIT * size * len(text)
+            begin = float(x) - wide * {"start": 0, "middle": 0.5, "end": 1}[anchor]
+            rows.setdefault(y, []).append((begin, begin + wide, text))
+        below = sorted(rows[max(rows, key=float)])
+        assert len(below) >= 2
+        for (_, end, text), (begin, _, other) in itertools.pairwise(below):
+            assert end + 2 < begin, (text, other)
 
 
 def test_two_runs_are_overlaid_with_their_differences(tmp_path):
@@ -233,7 +371,7 @@ def test_runs_without_a_file_or_without_steps(tmp_path):
     assert report.main([str(workdir)]) == 0
     text, _ = read_page(workdir / "report.html")
     assert "No step was logged yet" in text
-    assert "running, or ended without a stop event" in text
+    assert ">died: its process ended without a word<" in text
     unknown = make_run(tmp_path / "unknown", mfu=None)
     assert report.main([str(unknown)]) == 0
     assert "MFU: unknown" in (unknown / "report.html").read_text()
@@ -403,21 +541,20 @@ def test_a_chart_of_any_number_is_drawn(tmp_path, value):
 
 
 @pytest.mark.parametrize(
-    ("fields", "tone"),
+    ("fields", "text", "tone"),
     [
-        ({"reason": "finished"}, "good"),
-        ({"reason": "good enough"}, "good"),
-        ({"reason": "nonfinite"}, "bad"),
-        ({"reason": "save_failed", "error": "disk full"}, "bad"),
+        ({"reason": "finished"}, "finished", "good"),
+        ({"reason": "good enough"}, "stopped: good enough", "good"),
+        ({"reason": "nonfinite"}, "failed: nonfinite", "bad"),
+        ({"reason": "save_failed", "error": "full"}, "failed: save_failed", "bad"),
+        ({}, "stopped", "good"),
     ],
 )
-def test_a_run_that_could_not_go_on_is_not_green(tmp_path, fields, tone):
+def test_a_run_that_could_not_go_on_is_not_green(tmp_path, fields, text, tone):
     with closing(metrics.MetricsWriter(tmp_path)) as writer:
         writer.event("start", 0)
         writer.event("stop", 3, **fields)
     run = summary.read_run(tmp_path)
-    assert summary.state(run) == (f"stopped: {fields['reason']}", tone)
-    assert (
-        f'<span class="badge {tone}">stopped: {fields["reason"]}</span>'
-        in html.render([run])
-    )
+    assert summary.state(run) == (text, tone)
+    assert f'<span class="badge {tone}">{text}</span>' in html.render([run])
+    assert f"\nstate     {text}, " in as_text(read_status(tmp_path).document())

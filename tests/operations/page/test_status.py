@@ -15,6 +15,7 @@ import pytest
 from jaxdist import runs, status
 from jaxdist.operations.ledger import run_lives
 from jaxdist.operations.ledger.ledger import Ledger
+from jaxdist.operations.page import html, summary
 from jaxdist.operations.page.status import read_status
 from jaxdist.storage import lock, run_format
 from jaxdist.telemetry import metrics
@@ -333,7 +334,7 @@ def test_the_last_row_of_a_run_that_was_restarted_tells_of_now(tmp_path):
 @pytest.mark.parametrize(
     ("last", "state", "reason"),
     [
-        (("stop", {"reason": "finished"}), "finished", "finished"),
+        (("stop", {"reason": "finished"}), "finished", None),
         (("stop", {"reason": "good enough"}), "stopped", "good enough"),
         (("stop", {"reason": "data", "error": "x"}), "failed", "data"),
         (("preempted", {}), "preempted", None),
@@ -430,11 +431,87 @@ def test_runs_tell_the_keys_in_which_they_differ(runs_folder, capsys):
 
 def test_the_table_of_runs_fits_80_columns(runs_folder, capsys):
     lines = printed(capsys, runs.main, runs_folder)[1].splitlines()
-    heading = "run state step loss tokens/s MFU started"
+    heading = "run state step loss last eval tokens/s MFU started"
     assert lines[0].split() == heading.split()
-    assert lines[4].split()[:5] == ["sweep/r0", "finished", "20/20", "3.0000", "64"]
+    row = ["sweep/r0", "finished", "20/20", "3.0000", "-", "64"]
+    assert lines[4].split()[:6] == row
     assert "    seed=0" in lines
     assert max(map(len, lines)) <= 80
+
+
+def test_the_table_of_runs_has_the_last_evaluations(runs_folder, capsys):
+    def evaluate(run, loss, targets):
+        with closing(metrics.MetricsWriter(runs_folder / run)) as writer:
+            writer.write(20, {"eval_loss": loss, "eval_tokens": targets})
+
+    evaluate("sweep/r0", 3.25, 1000)
+    evaluate("sweep/r0", 3.125, 1000)
+    evaluate("sweep/r1", 3.5, 1000)
+    lines = printed(capsys, runs.main, runs_folder)[1].splitlines()
+    end = lines[0].index("last eval") + len("last eval")
+    cells = {
+        line.split()[0]: line[:end].split()[-1] for line in lines[1:] if line[0] != " "
+    }
+    assert cells == {
+        "other": "-",
+        "sweep/r0": "3.1250",
+        "sweep/r1": "3.5000",
+        "sweep/r2": "-",
+    }
+    evaluate("sweep/r2", 2.0, 131_072)
+    lines = printed(capsys, runs.main, runs_folder)[1].splitlines()
+    assert (
+        lines[-1]
+        == "last eval: losses of held-out sets of different sizes (1k, 131k targets)"
+    )
+    assert max(map(len, lines)) <= 80
+
+
+def test_status_runs_and_the_report_show_the_same_times(runs_folder, capsys):
+    """Each has the goodput and the time of the ledger, not of a row or an event."""
+    folder = runs_folder / "sweep" / "r0"
+    life = run_lives.Life(
+        START - 60,
+        written=START + 63,
+        ended=True,
+        first=0,
+        step=20,
+        buckets={"start": 60.0, "step": 63.4},
+    )
+    ledger = json.dumps(run_format.marked({"lives": [vars(life)]}))
+    (folder / "ledger.json").write_text(ledger)
+    with closing(metrics.MetricsWriter(folder)) as writer:
+        writer.write(20, {"loss": 1.0, "goodput": 0.75})  # before the process ended
+    text = printed(capsys, status.main, folder)[1]
+    assert "goodput   51.4 % of 2m 03s in 1 start" in text
+    page = summary.read_run(folder)
+    figures = summary.figures(page)
+    assert (figures["goodput"], figures["time since start"]) == ("51.4 %", "2m 03s")
+    assert "goodput 51.4 % of 2m 03s: 48.6 % start<" in html.render([page])
+    (row,) = (
+        run
+        for run in runs_as_json(runs_folder, capsys)["runs"]
+        if run["name"] == "sweep/r0"
+    )
+    assert row["goodput"] == page.account.goodput
+    assert row["started"] == START - 60
+    # the event `start` was written 70 s after the process began
+    assert "<td>1m 10s</td><td>start</td>" in html.render([page])
+
+
+def test_the_time_of_a_run_that_trains_goes_on_in_the_report_too(tmp_path):
+    with lock.exclusive(tmp_path / ".lock"):
+        now = time.time()
+        life = run_lives.Life(
+            now - 100, written=now - 2, first=0, step=5, buckets={"step": 98.0}
+        )
+        (tmp_path / "ledger.json").write_text(
+            json.dumps(run_format.marked({"lives": [vars(life)]}))
+        )
+        (tmp_path / "run.json").write_text(json.dumps(run_format.marked({})))
+        run = summary.read_run(tmp_path)
+        assert run.account.wall_s == pytest.approx(run.now - now + 100, abs=0.1)
+        assert summary.state(run) == ("running", "")
 
 
 def test_speeds_have_the_unit_of_their_run(runs_folder, capsys):
