@@ -71,7 +71,7 @@ def run_callbacks(
         Profile(),
         KeepBest(),
         CheckpointCopies(),
-        Report(),
+        Report(ledger),
         Sample(),
     ]
 
