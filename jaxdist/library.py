@@ -76,7 +76,7 @@ def run_callbacks(
         Profile(),
         KeepBest(),
         CheckpointCopies(),
-        Report(),
+        Report(ledger),
         Sample(),
     ]
 

@@ -304,6 +304,11 @@ class Ledger(Clock, Callback):
         """
         self._is_withdrawn = True
 
+    def publish(self) -> None:
+        """Writes the ledger now, for what reads it; the thread may write later."""
+        if self._writer is not None:
+            self._write()
+
     def _keep_writing(self) -> None:
         """Writes the ledger until the life is over."""
         written: tuple[str, int, float] | None = None
