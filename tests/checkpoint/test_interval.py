@@ -26,6 +26,8 @@ from jaxdist.trainer.preemption import Interrupted
 from support.launches import events, finish, launched
 from support.runs import TINY, run_of
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 AUTO = CheckpointConfig(interval="auto")
 HOUR = (3600.0, "test")
 

@@ -32,6 +32,8 @@ from jaxdist.trainer.health import Diverged
 from jaxdist.trainer.step_log import STEPS_IN_FLIGHT
 from support.runs import SMALL_MODEL
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 STEPS = 4
 SMALL = {
     **SMALL_MODEL,

@@ -27,6 +27,8 @@ from support.runs import (
     train_here,
 )
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory) -> Path:
