@@ -82,7 +82,6 @@ from jaxdist.models.lora_quantization import (  # noqa: E402
 PEFT = paths.DATA / "peft"
 MODEL = replace(TINY, d_model=64, d_ff=96, num_kv_heads=2)
 LORA = LoraConfig(rank=4, alpha=8)
-BASES = ("none", "int8", "nf4")
 # Plain SGD: an update is the gradient itself, of which Adam's first step shows no more
 # than the sign.
 SGD = OptimizerConfig(
@@ -361,7 +360,10 @@ def one_step(config, *where, **how):
     )
 
 
-@pytest.fixture(scope="module", params=BASES)
+@pytest.fixture(
+    scope="module",
+    params=["none", pytest.param("int8", marks=pytest.mark.slow), "nf4"],
+)
 def reference(request):
     config = replace(
         LORA, base=request.param, dropout=0.25 if request.param == "none" else 0.0

@@ -318,6 +318,7 @@ def text_of(found: search.Ranking, *base: str) -> str:
     return console.file.getvalue()
 
 
+@pytest.mark.slow
 def test_a_search_on_cpu_compiles_what_it_calls_best(tmp_path):
     run = run_of("quickstart", f"{TINY} precision.compute=float32")
     said: list[str] = []
@@ -346,7 +347,6 @@ def test_a_search_on_cpu_compiles_what_it_calls_best(tmp_path):
     )
 
 
-@pytest.mark.slow
 @needs_libtpu
 def test_a_search_on_tpu_ranks_by_the_compiler(tmp_path):
     found = search.search(

@@ -304,6 +304,7 @@ def test_an_interrupt_in_a_notebook_saves_and_gives_control_back(tmp_path, shell
     assert last_step(workdir) == 300
 
 
+@pytest.mark.slow
 def test_a_preempted_script_ends_with_75(tmp_path):
     workdir = tmp_path / "run"
     _, _, _, config, name, _, _, *rest = command(workdir, train__steps=100_000)

@@ -103,6 +103,7 @@ def test_a_resume_is_bitwise_where_gradients_are_summed_once_a_step(layout, tmp_
     assert same_state(tmp_path / "killed", tmp_path / "straight")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(straight, killed, tmp_path):
     workdir = tmp_path / "moved"
     shutil.copytree(killed, workdir)
