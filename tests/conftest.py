@@ -121,8 +121,10 @@ def pytest_configure(config) -> None:
 
 def pytest_collection_finish() -> None:
     """Spares 10 % of all CPU time: what is imported now stays, and tracing makes much
-    and few cycles.
+    and few cycles. Describes each model of ours once.
     """
+    if "jaxdist.trainer.compose" in sys.modules:
+        importlib.import_module("support.shared_specs").share()
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)  # by default 700, 10, 10
@@ -144,6 +146,15 @@ def pytest_runtest_teardown(item, nextitem) -> None:
                 value.cache_clear()
     sys.modules["jax"].clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="module")
+def shared_steps():
+    """Lets runs of a module with equal configs share their step, which is compiled
+    once.
+    """
+    with importlib.import_module("support.shared_steps").shared_steps():
+        yield
 
 
 def _num_memory_maps() -> int:

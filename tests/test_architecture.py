@@ -341,15 +341,12 @@ def test_train_starts_without_late_imports():
 
 def test_an_optional_package_is_imported_by_one_module_at_its_top():
     wrapped = 0
+    imported = {
+        name: {module.partition(".")[0] for module, _ in imports(tree_of(name))}
+        for name in modules()
+    }
     for package in extras.EXTRAS:
-        users = [
-            name
-            for name in modules()
-            if any(
-                module.partition(".")[0] == package
-                for module, _ in imports(tree_of(name))
-            )
-        ]
+        users = [name for name in modules() if package in imported[name]]
         assert len(users) <= 1, f"{package} is imported by {users}: wrap it once"
         wrapped += len(users)
         for name in users:

@@ -67,6 +67,7 @@ def medians(row, clock: str = "wall_s") -> float:
     return values[0]
 
 
+@pytest.mark.slow
 def test_rows_are_of_the_same_work_and_bear_out_efficiency_and_prediction(
     scaling, home, capsys
 ):

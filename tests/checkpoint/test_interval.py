@@ -26,6 +26,8 @@ from jaxdist.trainer.preemption import Interrupted
 from support.launches import events, finish, launched
 from support.runs import TINY, run_of
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 AUTO = CheckpointConfig(interval="auto")
 HOUR = (3600.0, "test")
 
@@ -133,16 +135,16 @@ def test_each_end_of_a_run_counts_as_what_it_is(tmp_path, monkeypatch, capsys):
     saves, and to its end.
     """
     monkeypatch.setattr("jaxdist.checkpoint.interval.FIRST_S", 0.01)
-    ends = {10: RuntimeError("no such file"), 20: KeyboardInterrupt(), 30: None}
+    ends = {5: RuntimeError("no such file"), 10: KeyboardInterrupt(), 15: None}
 
     def end(view: StepView) -> None:
         if error := ends.pop(view.step, None):
             raise error
-        if view.step == 30:
+        if view.step == 15:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    options = {"config": None, "callbacks": [every(10, end)]}
-    changes = TINY | {"checkpoint.interval": "auto", "train.steps": 40}
+    options = {"config": None, "callbacks": [every(5, end)]}
+    changes = TINY | {"checkpoint.interval": "auto", "train.steps": 20}
     options["config"] = run_of("quickstart", **changes)
     for error in (RuntimeError, KeyboardInterrupt, Interrupted):
         with pytest.raises(error):

@@ -13,6 +13,8 @@ from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import exit_code, workdir
 from support.runs import TINY, overrides, refused
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 SETTINGS = TINY | {
     "train.steps": 2,
     "optimizer.schedule": "constant",

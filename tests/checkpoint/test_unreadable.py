@@ -12,6 +12,8 @@ from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.trainer import exit_code
 from support.runs import TINY
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 ANEW = "or begin anew with another --workdir"
 
 

@@ -28,6 +28,8 @@ from support.huggingface import (
 from support.paths import DOCS
 from support.weight_sources import parsed
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):

@@ -36,6 +36,8 @@ from support.paths import DATA
 from support.runs import TINY, environment, run_of
 from support.runs import train as trained
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 NEWER = "jaxdist-2"
 
 

@@ -12,6 +12,8 @@ from jaxdist.operations.ledger import run_lives
 from support.paths import ROOT, TESTS
 from support.runs import environment
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 TRAIN = """
 import os, signal, sys, time
 from pathlib import Path

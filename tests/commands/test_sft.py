@@ -21,6 +21,8 @@ from support.paths import CONFIGS, DOCS
 from support.runs import SMALL_MODEL
 from support.weight_sources import parsed
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 pytest.importorskip("jinja2", reason="extra `chat` is not installed")
 
 TINY = {

@@ -20,6 +20,8 @@ from jaxdist.storage import run_format
 from jaxdist.trainer import cli, exit_code, run_config
 from support.runs import command, overrides, refused
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 FEW = (
     "train.steps=2",
     "train.max_minutes=0",

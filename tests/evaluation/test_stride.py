@@ -22,6 +22,8 @@ from support.inference import (  # noqa: F401  pytest finds the fixtures here
     trained_fixture,
 )
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 LENGTH_S = 32
 # tokens of documents
 SIZES = (1, 2, 20, LENGTH_S, LENGTH_S + 1, LENGTH_S + 2, 3 * LENGTH_S + 1, 201)

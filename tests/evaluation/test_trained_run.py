@@ -42,6 +42,8 @@ from support.models import TINY
 from support.objectives import MODEL, SGD, Preference, batch_of_pairs
 from support.paths import DATA
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 
 def test_the_average_is_read_and_nothing_else(trained, here, alone):
     state = trained[1]

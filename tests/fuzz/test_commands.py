@@ -71,7 +71,6 @@ USUAL += [("checkpoint inspect", STEP_FILES[1]), ("checkpoint verify", STEP_FILE
 USUAL += [
     ("generate", "config.json"),
     ("convert", "model/config.json"),
-    ("train", "skipped.json"),
 ]
 
 

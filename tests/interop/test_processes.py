@@ -71,6 +71,7 @@ def read_together(
     return [decoder.raw_decode(text, text.index("{"))[0] for text in said]
 
 
+@pytest.mark.slow
 def test_two_processes_each_read_their_share(tmp_path):
     """fsdp 4 over two processes: each reads half, and a copy of the norms."""
     total = write_folder(tmp_path)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -564,12 +563,24 @@ def test_a_script_that_does_not_join_its_processes_is_refused_with_78(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_script_joins_its_processes_and_ends_as_train_does(launched_script, tmp_path):
+def stopped_script(launched_script) -> None:
+    """Launches a script, one of whose processes is told to stop."""
     done, _ = launched_script("os.kill(os.getpid(), signal.SIGTERM)")
     assert done.returncode == 75, done.stdout
     assert "came to" not in done.stdout
     assert "[0] devices 4\n" in done.stdout
     assert "[1] devices 4\n" in done.stdout
+
+
+def test_a_script_joins_its_processes_and_ends_as_train_does(launched_script, tmp_path):
+    stopped_script(launched_script)
+    events = read_events(tmp_path / "runs" / "joined")
+    assert [e["event"] for e in events if e["event"] == "preempted"]
+
+
+@pytest.mark.slow
+def test_a_script_that_joins_its_processes_resumes(launched_script, tmp_path):
+    stopped_script(launched_script)
     done, _ = launched_script()
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("came to 200\n") == 2
@@ -588,7 +599,7 @@ RAISES = "from jaxdist.checkpoint.folders import CheckpointError; raise Checkpoi
     [
         pytest.param("raise jaxdist.ConfigError('mine')", 78, marks=pytest.mark.slow),
         pytest.param("import sys; sys.exit('mine')", 1, marks=pytest.mark.slow),
-        (RAISES, 77),
+        pytest.param(RAISES, 77, marks=pytest.mark.slow),
     ],
 )
 def test_a_fault_in_one_process_does_not_wait_for_the_others(
@@ -612,9 +623,10 @@ LATER = f"signal.signal(signal.SIGUSR2, lambda *_: ({OWN}, {KILL}))"
         pytest.param("pass", f"{OWN}; jaxdist.join(); {KILL}", marks=pytest.mark.slow),
         # Set by the main thread during the run, and needed before the next step could
         # notice.
-        (
+        pytest.param(
             KILL.replace("TERM", "USR2"),
             f"{LATER}; jaxdist.join()",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -657,9 +669,6 @@ def run_script(code: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.skipif(
-    bool(find_spec("nbclient")), reason="it runs in a kernel, see below"
-)
 def test_the_notebook_runs(tmp_path):
     notebook = json.loads((ROOT / "examples" / "jaxdist_in_colab.ipynb").read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
@@ -675,7 +684,9 @@ def test_the_notebook_runs(tmp_path):
         re.sub(r"\n(\S[^=\n]*)\Z", r"\nprint(\1)", cell) if _shows(cell) else cell
         for cell in others
     ]
-    said = run_script("\n\n".join(others), tmp_path)
+    script = "\n\n".join(others)
+    assert "width=96" in script
+    said = run_script(script.replace("width=96", "width=32"), tmp_path)  # in less time
     plotted = re.search(r"plotted 60 60 (\S+) (\S+)\nshown", said)
     assert plotted
     assert float(plotted[2]) < 0.75 * float(plotted[1])
@@ -687,6 +698,7 @@ def test_the_notebook_runs(tmp_path):
     assert "    def get" in said.split("largest difference")[1]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_in_a_kernel_and_its_stop_button_works(tmp_path):
     """As a user runs it, cell by cell; the cell that trains is stopped once, and run
     again.

@@ -26,6 +26,8 @@ from jaxdist.step.evaluation import evaluate as evaluate_batches
 from jaxdist.trainer import exit_code
 from support.paths import ROOT
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(64, 4)).astype(np.float32)
 Y = (X.sum(1) > 0).astype(np.int32)

@@ -80,7 +80,16 @@ def losses(run: run_config.RunConfig, num_devices: int) -> tuple[list[float], se
     return found, pieces
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "convolutional network",
+        "mixer",
+        "recurrent network",
+        pytest.param("vision transformer", marks=pytest.mark.slow),
+        pytest.param("masked encoder", marks=pytest.mark.slow),
+    ],
+)
 def test_losses_are_those_of_one_device(name, tmp_path_factory):
     assert len(jax.devices()) == 8
     run = run_of(name, str(tmp_path_factory.getbasetemp()))

@@ -69,6 +69,8 @@ from support.models import (
 )
 from support.weight_sources import parsed
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 qwix = pytest.importorskip("qwix", reason="extra lora")
 
 from jaxdist.models.lora_quantization import (  # noqa: E402
@@ -80,7 +82,6 @@ from jaxdist.models.lora_quantization import (  # noqa: E402
 PEFT = paths.DATA / "peft"
 MODEL = replace(TINY, d_model=64, d_ff=96, num_kv_heads=2)
 LORA = LoraConfig(rank=4, alpha=8)
-BASES = ("none", "int8", "nf4")
 # Plain SGD: an update is the gradient itself, of which Adam's first step shows no more
 # than the sign.
 SGD = OptimizerConfig(
@@ -359,7 +360,10 @@ def one_step(config, *where, **how):
     )
 
 
-@pytest.fixture(scope="module", params=BASES)
+@pytest.fixture(
+    scope="module",
+    params=["none", pytest.param("int8", marks=pytest.mark.slow), "nf4"],
+)
 def reference(request):
     config = replace(
         LORA, base=request.param, dropout=0.25 if request.param == "none" else 0.0
@@ -549,39 +553,43 @@ def test_the_page_can_be_followed(text):
     assert COUNTS in DOCS.read_text()
 
 
+def trained(text, base, folder, **changes) -> list[float]:
+    """Trains, and returns the losses of all steps in the folder."""
+    words = flags(text, base, **RUN | changes)
+    assert train.main([*words, "--workdir", str(folder)]) == 0
+    return [row["loss"] for row in read_rows(folder).train]
+
+
+def trained_in_parts(text, folder) -> list[float]:
+    """Trains for 3 steps, and for 3 more without the model that it began with."""
+    base = shutil.copytree(SMOLLM, folder.parent / "base")
+    trained(text, base, folder, train__steps=3)
+    shutil.rmtree(base)  # the checkpoint has all
+    return trained(text, base, folder)
+
+
+def opened(folder):
+    return loading.load_run(folder, devices=jax.devices()[:2], log=lambda line: None)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_bit_for_bit(text, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert trained(text, SMOLLM, whole) == trained_in_parts(text, parts)
+    again, run = opened(parts), opened(whole)
+    assert bitwise_equal(again.state.trainable, run.state.trainable)
+    assert bitwise_equal(again.state.frozen, run.state.frozen)
+
+
 def test_a_run_resumes_and_goes_out_merged_and_as_peft(
     text, tmp_path, capsys, monkeypatch
 ):
-    base = shutil.copytree(SMOLLM, tmp_path / "base")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-
-    def trained(folder, **changes):
-        assert (
-            train.main([*flags(text, base, **RUN | changes), "--workdir", str(folder)])
-            == 0
-        )
-
-    def opened(folder):
-        return loading.load_run(
-            folder, devices=jax.devices()[:2], log=lambda line: None
-        )
-
-    trained(whole)
+    whole = tmp_path / "whole"
+    losses = trained_in_parts(text, whole)
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    assert COUNTS in capsys.readouterr().out
     run = opened(whole)
-    told = capsys.readouterr().out
-    assert COUNTS in told
-    trained(parts, train__steps=3)
-    shutil.rmtree(base)  # the checkpoint has all
-    trained(parts)
-    again = opened(parts)
-    assert bitwise_equal(again.state.trainable, run.state.trainable)
-    assert bitwise_equal(again.state.frozen, run.state.frozen)
-    losses = [
-        [row["loss"] for row in read_rows(folder).train] for folder in (whole, parts)
-    ]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 6
-    assert losses[0][-1] < losses[0][0]
     (sample,) = run.generate(["the in"], max_tokens=3)[0]
     assert sample.text.startswith("the in")
 

@@ -712,6 +712,7 @@ def test_patterns_that_find_nothing_are_faults_and_frozen_is_in_the_fingerprint(
     assert run_config.run_fingerprint(runs[0]) != run_config.run_fingerprint(runs[1])
 
 
+@pytest.mark.slow
 def test_verify_proves_a_plain_class_and_says_what_it_cannot():
     run = validated(PLAIN, model__rate=0.2).config
     with jax.numpy_rank_promotion("allow"):

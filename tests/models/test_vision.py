@@ -24,6 +24,8 @@ from jaxdist.telemetry.metrics import read_rows
 from jaxdist.trainer import cli, compose, run_config, training, validation
 from jaxdist.trainer.callbacks import every
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 DIGITS = DataConfig(source="digits")
 COUNT = 1797
 

@@ -29,6 +29,8 @@ from jaxdist.trainer import workdir as workdir_files
 from jaxdist.trainer.run_config import RunConfig
 from support.runs import TINY, run_of
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 CONFIG = CheckpointConfig(every_steps=1, keep_last=2, asynchronous=False)
 
 

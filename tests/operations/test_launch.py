@@ -92,6 +92,43 @@ def test_processes_of_one_machine_compile_a_step_once(straight):
     assert not any(line.startswith("[1]") and "MISS" in line for line in said)
 
 
+def test_killed_and_shrunk_a_run_ends_the_same(straight, tmp_path, monkeypatch):
+    # the same step
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(straight.parent / "cache"))
+    workdir, capacity = tmp_path / "run", tmp_path / "capacity"
+    capacity.write_text("2")
+    flags = ["--min-processes", "1", "--capacity-file", str(capacity)]
+    with launched(workdir, "--processes", "2", *flags) as agent:
+        wait_for_step(agent, workdir, 8)
+        same = every_loss(workdir)
+        capacity.write_text("1")
+        kill(agent, 1, workdir)
+        finish(agent, workdir)
+    lost = [(event["process"], event["why"]) for event in events(workdir, "peer_lost")]
+    assert lost == [(1, "process 1 killed by SIGKILL")]
+    assert [begun["processes"] for begun in events(workdir, "start")] == [2, 1]
+    reference = losses(straight)
+    assert len(same) >= 8
+    assert all(values == {reference[step]} for step, values in same.items())
+    check_shrunk(workdir, reference)
+
+
+def check_shrunk(workdir: Path, reference: dict[int, float]) -> None:
+    """Asserts that a run on half of the devices has done the same work."""
+    (resized,) = events(workdir, "resize")
+    assert (resized["devices_before"], resized["devices"], resized["accumulation"]) == (
+        4,
+        2,
+        2,
+    )
+    assert (
+        json.loads((workdir / "config.json").read_text())["batch"]["accumulation"] == 1
+    )
+    assert losses(workdir) == pytest.approx(reference, rel=1e-5)
+    assert len(reference) == STEPS
+
+
+@pytest.mark.slow
 def test_preempted_killed_and_shrunk_a_run_ends_the_same(
     straight, tmp_path, monkeypatch
 ):
@@ -138,18 +175,7 @@ def test_preempted_killed_and_shrunk_a_run_ends_the_same(
     reference = losses(straight)
     assert len(same) > 10
     assert all(values == {reference[step]} for step, values in same.items())
-
-    (resized,) = events(workdir, "resize")
-    assert (resized["devices_before"], resized["devices"], resized["accumulation"]) == (
-        4,
-        2,
-        2,
-    )
-    assert (
-        json.loads((workdir / "config.json").read_text())["batch"]["accumulation"] == 1
-    )
-    assert losses(workdir) == pytest.approx(reference, rel=1e-5)
-    assert len(reference) == STEPS
+    check_shrunk(workdir, reference)
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ from jaxdist.operations.copies.copies import Copies
 from jaxdist.trainer import exit_code
 from support.runs import TINY
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 SECRETS = ("hunter2", "c0ffee")
 STEPS = {
     "train.steps": 3,

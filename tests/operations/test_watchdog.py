@@ -70,7 +70,16 @@ def run_small(folder: Path, body: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("kind", HANGS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("loop", marks=pytest.mark.slow),
+        pytest.param("read", marks=pytest.mark.slow),
+        "sleep",
+        "lock held",
+        "stopped",
+    ],
+)
 def test_a_hang_ends_with_76_and_is_described(tmp_path, kind):
     done = run_small(tmp_path, HANGS[kind])
     after_s = time.time() - float((tmp_path / "began").read_text())
@@ -564,7 +573,7 @@ if os.environ["JAXDIST_PROCESS_ID"] == "1":
 
 def test_a_process_that_never_joins_is_found_and_so_is_the_one_that_waits(tmp_path):
     """The watchdog watches from the first line of the command, before there is a group."""
-    _, _, _, *flags = command(tmp_path / "run", watchdog__start_s=8)
+    _, _, _, *flags = command(tmp_path / "run", watchdog__start_s=5)
     code = COMMAND.replace("AROUND", NEVER_JOINS)
     group = start_group(
         [sys.executable, "-c", code, *flags], 2, 1, stderr=subprocess.STDOUT

@@ -274,7 +274,7 @@ def test_splash_blocks_divide():
 @pytest.mark.parametrize(
     ("S", "packed", "options"),
     [
-        (128, False, {}),
+        pytest.param(128, False, {}, marks=pytest.mark.slow),
         (100, True, {}),
         (256, False, {"scale": 0.3, "softcap": 2.0, "window": 100}),
     ],

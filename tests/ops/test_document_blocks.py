@@ -90,8 +90,19 @@ def test_keys_of_which_a_query_sees_none_are_not_computed():
     assert not found
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("chunk", [0, 128])
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [
+        ("causal", 128),
+        ("window", 0),
+        *(
+            pytest.param(name, chunk, marks=pytest.mark.slow)
+            for name in OPTIONS
+            for chunk in (0, 128)
+            if (name, chunk) not in (("causal", 128), ("window", 0))
+        ),
+    ],
+)
 def test_attention_and_gradients_equal_the_reference(name, chunk, monkeypatch):
     options = OPTIONS[name]
     monkeypatch.setattr(splash, "_LEAST_TOKENS", BLOCK)

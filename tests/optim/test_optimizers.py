@@ -476,7 +476,7 @@ def test_weight_decay_touches_what_it_should(name, decay_embeddings):
     params = random_like(ABSTRACT, 0)
     transform = build(config, rate=0.1)
     zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = transform.update(zeros, transform.init(params), params)
+    updates, _ = jax.jit(transform.update)(zeros, transform.init(params), params)
     for path, update in flatten(updates).items():
         decays = path in MATRICES | {"head/kernel"} or (
             "embed" in path and decay_embeddings
@@ -582,19 +582,21 @@ def test_muon_on_stacks_equals_muon_on_each_layer():
     config = OptimizerConfig(name="muon", weight_decay=0.0, momentum=0.9)
     transform, params = build(config, rate=1.0), random_like(ABSTRACT, 4)
     grads = [random_like(ABSTRACT, seed) for seed in (5, 6)]
+    update = jax.jit(transform.update)
     state = transform.init(params)
     for grad in grads:
-        updates, state = transform.update(grad, state, params)
+        updates, state = update(grad, state, params)
+    single = optax.contrib.muon(1.0, beta=0.9)  # its own rule: rank 2 gets Muon
+    update_single = jax.jit(single.update)
     for path in MATRICES:
         for layer in range(L):
-            single = optax.contrib.muon(1.0, beta=0.9)  # its own rule: rank 2 gets Muon
             flat = [
                 jnp.asarray(matrix_of(path, flatten(grad)[path][layer]))
                 for grad in grads
             ]
             state = single.init(flat[0])
             for grad in flat:
-                expected, state = single.update(grad, state, flat[0])
+                expected, state = update_single(grad, state, flat[0])
             ours = matrix_of(path, flatten(updates)[path][layer])
             np.testing.assert_allclose(
                 ours, expected, rtol=1e-4, atol=1e-5, err_msg=path
@@ -726,12 +728,13 @@ def test_adafactor_updates_an_expert_of_a_stack_like_its_matrix_alone(
     last_expert = (*[0] * (len(shape) - 3), shape[-3] - 1)
     matrix = {"w": params["w"][last_expert]}
     of_stack, of_matrix = adafactor_of_experts(shape), adafactor_of_experts(shape[-2:])
+    update_stack, update_matrix = jax.jit(of_stack.update), jax.jit(of_matrix.update)
     stack_state, matrix_state = of_stack.init(params), of_matrix.init(matrix)
 
     for seed in (12, 13):
         grads = random_like(params, seed)
-        updates, stack_state = of_stack.update(grads, stack_state, params)
-        expected, matrix_state = of_matrix.update(
+        updates, stack_state = update_stack(grads, stack_state, params)
+        expected, matrix_state = update_matrix(
             {"w": grads["w"][last_expert]}, matrix_state, matrix
         )
         np.testing.assert_allclose(

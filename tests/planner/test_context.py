@@ -284,6 +284,9 @@ def forms_of(words: str, on: str = "v5p:4x4x4") -> dict[int, list[str]]:
     return found
 
 
+WINDOW = "model.window=1024 model.layer_pattern=local"
+
+
 def test_a_search_tries_the_forms_that_none_beats_in_time_and_memory():
     batch = "batch.global_size=64 batch.sequence_length"
     # By heads all have equal work, and copies of 8 kv heads are more than a ring's
@@ -299,9 +302,13 @@ def test_a_search_tries_the_forms_that_none_beats_in_time_and_memory():
     assert found[2] == found[4] == ["auto"]
     assert found[8] == ["auto", "ring"]
     # A gather asks only those that a window reaches.
-    window = f"{batch}=8192 model.window=1024 model.layer_pattern=local"
-    assert forms_of(window)[8] == ["auto", "gather"]
-    assert forms_of(f"{window} context.attention=heads")[8] == ["heads"]  # as set
+    assert forms_of(f"{batch}=8192 {WINDOW}")[8] == ["auto", "gather"]
+
+
+@pytest.mark.slow
+def test_a_search_keeps_the_form_that_is_set():
+    batch = "batch.global_size=64 batch.sequence_length=8192"
+    assert forms_of(f"{batch} {WINDOW} context.attention=heads")[8] == ["heads"]
 
 
 def test_what_cannot_be_split_is_refused_as_a_run_is():

@@ -43,7 +43,14 @@ def weigher(on: str, share: float) -> policies.Policies:
     return policies.Policies(asked(), target, int(full + share * (none - full)))
 
 
-@pytest.mark.parametrize("on", ["v5e:2x4", "h100:1x8", "cpu:8"])
+@pytest.mark.parametrize(
+    "on",
+    [
+        pytest.param("v5e:2x4", marks=pytest.mark.slow),
+        "h100:1x8",
+        pytest.param("cpu:8", marks=pytest.mark.slow),
+    ],
+)
 def test_the_best_is_no_slower_than_any_policy_of_the_search(on):
     found = weigher(on, 0.2)
     best = found.best()[0]
@@ -76,8 +83,7 @@ def test_of_equal_policies_the_one_of_a_word_comes_first():
 
 def test_more_memory_means_less_recomputation():
     steps = [
-        weigher("v5e:2x4", share).best()[0].estimate.compute
-        for share in (0.02, 0.1, 0.3, 1.0)
+        weigher("cpu:8", share).best()[0].estimate.compute for share in (0.02, 0.3, 1.0)
     ]
     assert steps == sorted(steps, reverse=True)
     assert steps[0] > steps[-1]

@@ -133,6 +133,7 @@ def test_a_damaged_run_json_is_named(tmp_path):
         run_in_workdir.read_info(tmp_path)
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_a_run_on_a_tpu_is_held_against_its_plan(tmp_path, monkeypatch, capsys):
     """A real compile for the chips that run.json names; the run itself is only its

@@ -54,7 +54,15 @@ def one_device() -> Result:
     return run(spec_for(Preference()), case(), batch_of_pairs())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.slow] if name in ("four stages", "ring") else []
+        )
+        for name in CASES
+    ],
+)
 def test_a_reference_gives_the_same_on_every_layout(name):
     found, wanted = (
         run(spec_for(Preference()), CASES[name], batch_of_pairs()),
@@ -317,17 +325,31 @@ ROUTED = replace(
 )
 
 
+@lru_cache
+def routed_default() -> Result:
+    return run(spec_for(NextToken(), ROUTED), case(), batch_of_pairs(), evaluates=False)
+
+
+@lru_cache
+def routed_pairs() -> Result:
+    return run(spec_for(Preference(), ROUTED), case(), batch_of_pairs())
+
+
 @pytest.mark.parametrize(
     "place",
     [
         case({"data": 2, "expert": 2}, accumulation=2),
-        case({"pipeline": 2, "context": 2}, microbatches=2),
+        pytest.param(
+            case({"pipeline": 2, "context": 2}, microbatches=2),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_losses_of_routers_weigh_as_in_the_default_where_targets_are_counted(place):
-    batch = batch_of_pairs()
-    default = run(spec_for(NextToken(), ROUTED), case(), batch)
-    found = run(spec_for(SumObjective(), ROUTED), place, batch)
+    default = routed_default()
+    found = run(
+        spec_for(SumObjective(), ROUTED), place, batch_of_pairs(), evaluates=False
+    )
     for metric in ("loss", "aux/balance", "aux/router_z_loss", "grad_norm"):
         assert found.metrics[metric] == pytest.approx(
             float(default.metrics[metric]), rel=2e-5
@@ -336,14 +358,9 @@ def test_losses_of_routers_weigh_as_in_the_default_where_targets_are_counted(pla
     assert worst(found.gradients, default.gradients) < 1e-4
 
 
-@lru_cache
-def routed_pairs() -> Result:
-    return run(spec_for(Preference(), ROUTED), case(), batch_of_pairs())
-
-
 def test_losses_of_routers_weigh_as_in_the_default_where_pairs_are_counted():
     batch = batch_of_pairs()
-    default = run(spec_for(NextToken(), ROUTED), case(), batch)
+    default = routed_default()
     found = routed_pairs()
     for term in ("aux/balance", "aux/router_z_loss"):
         wanted = pytest.approx(float(default.metrics[term]), rel=1e-5)
@@ -362,27 +379,30 @@ def test_losses_of_routers_weigh_as_in_the_default_where_pairs_are_counted():
 
 def test_gradients_of_pairs_and_of_routers_are_divided_by_their_own_counts():
     """The gradient is linear in the aux terms' weights, and so is that of a default."""
-    batch = batch_of_pairs()
     free = replace(ROUTED, balance="none", router_z_loss=0)
 
-    def of_routers(objective):
-        whole = run(spec_for(objective, ROUTED), case(), batch).gradients
-        alone = run(spec_for(objective, free), case(), batch).gradients
-        return jax.tree.map(np.subtract, whole, alone)
+    def of_routers(whole, objective):
+        spec = spec_for(objective, free)
+        alone = run(spec, case(), batch_of_pairs(), evaluates=False)
+        return jax.tree.map(np.subtract, whole.gradients, alone.gradients)
 
-    assert worst(of_routers(Preference()), of_routers(NextToken())) < 1e-4
+    ours = of_routers(routed_pairs(), Preference())
+    assert worst(ours, of_routers(routed_default(), NextToken())) < 1e-4
 
 
 @pytest.mark.parametrize(
     "place",
     [
-        case({"data": 2, "expert": 2}, accumulation=2),
+        pytest.param(
+            case({"data": 2, "expert": 2}, accumulation=2), marks=pytest.mark.slow
+        ),
         case({"data": 2, "fsdp": 2}, accumulation=2, reduce="once"),
         case({"pipeline": 2, "context": 2}, microbatches=2),
     ],
 )
 def test_layouts_agree_on_losses_of_routers_beside_pairs(place):
-    found = run(spec_for(Preference(), ROUTED), place, batch_of_pairs())
+    spec = spec_for(Preference(), ROUTED)
+    found = run(spec, place, batch_of_pairs(), evaluates=False)
     for metric in ("loss", "aux/balance", "aux/router_z_loss", "grad_norm"):
         assert found.metrics[metric] == pytest.approx(
             float(routed_pairs().metrics[metric]), rel=2e-5

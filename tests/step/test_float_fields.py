@@ -62,6 +62,16 @@ CASES = {
 }
 # Data and objective go the same way from where the batch is cut up.
 PREPARED = ("accumulation", "gather", "two stages")
+# by default each way of cutting up a batch is tried once
+OF_DATA = ("accumulation", "heads", "ring")
+OF_OBJECTIVE = ("gather", "two stages")
+
+
+def marked(names, default):
+    return [
+        name if name in default else pytest.param(name, marks=pytest.mark.slow)
+        for name in names
+    ]
 
 
 def batch_of_tokens() -> dict[str, np.ndarray]:
@@ -105,12 +115,12 @@ def check(on: Case, batch: dict[str, np.ndarray], objective=NextToken()) -> None
         assert float(metrics[f"aux/{term}"]) == np.float32(value) / count, term
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", marked(CASES, OF_DATA))
 def test_fields_of_the_data_reach_the_head_with_their_tokens(name):
     check(CASES[name], with_floats(batch_of_tokens()))
 
 
-@pytest.mark.parametrize("name", PREPARED)
+@pytest.mark.parametrize("name", marked(PREPARED, OF_OBJECTIVE))
 def test_prepared_fields_reach_the_head_with_their_tokens(name):
     check(CASES[name], batch_of_tokens(), Echo())
 

@@ -41,6 +41,8 @@ from support.models import (
 )
 from support.paths import DATA
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 MODEL = replace(TINY, num_layers=3, z_loss=1e-2)
 SPARSE = replace(
     TINY,

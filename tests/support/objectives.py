@@ -154,17 +154,28 @@ class Result(NamedTuple):
     metrics: dict[str, Any]
     gradients: Any
     trainable: Any
-    evaluated: Any
+    evaluated: Any  # None where it was not asked for
 
 
-def run(spec: ModelSpec, on: Case, batch: dict[str, np.ndarray]) -> Result:
-    """Returns what a step from a fresh state does."""
+def run(
+    spec: ModelSpec, on: Case, batch: dict[str, np.ndarray], *, evaluates: bool = True
+) -> Result:
+    """Returns what a step from a fresh state does.
+
+    Args:
+      spec: the model and its objective.
+      on: the layout.
+      batch: arrays of numpy.
+      evaluates: compiles and runs the evaluation, too.
+    """
     built, cut = build(spec, on), on.staging
     state = built.init.lower().compile(FAST_COMPILE)()
     placed = jax.device_put(batch, built.batch_shardings(batch))
-    evaluate = built.evaluate.lower(state, placed).compile(FAST_COMPILE)
+    evaluated = None
+    if evaluates:
+        evaluate = built.evaluate.lower(state, placed).compile(FAST_COMPILE)
+        evaluated = evaluate(state, placed)
     inspect = built.inspect.lower(state, placed).compile(FAST_COMPILE)
-    evaluated = evaluate(state, placed)
     after, metrics, gradients = inspect(state, placed)
     trainable = after.trainable
     if cut:

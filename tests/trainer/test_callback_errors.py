@@ -152,18 +152,15 @@ def test_an_error_of_one_process_in_a_step_ends_both_and_what_is_saved_is_whole(
     assert check_saved(workdir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "number", "kind"),
     [
-        ("on_start", 1, ""),
-        *(
-            pytest.param(method, number, kind, marks=pytest.mark.slow)
-            for method in AT_START
-            for number in (0, 1)
-            for kind in ("", "config")
-            if (method, number, kind) != ("on_start", 1, "")
-            and (kind == "" or method in ("on_start", "load"))
-        ),
+        (method, number, kind)
+        for method in AT_START
+        for number in (0, 1)
+        for kind in ("", "config")
+        if kind == "" or method in ("on_start", "load")
     ],
 )
 def test_an_error_of_one_process_at_the_start_is_raised_on_both(

@@ -34,6 +34,8 @@ from jaxdist.trainer.step_log import STEPS_IN_FLIGHT
 from support.checkpoints import DAMAGE
 from support.runs import SMALL_MODEL
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 STEPS = 4
 SMALL = {
     **SMALL_MODEL,

@@ -20,6 +20,8 @@ from jaxdist.trainer.restore import SettledSchedule
 from support.runs import final_arrays, losses, run_of, train_and_kill
 from support.runs import train as train_process
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 
 def train(folder, *hooks, devices=1, **changes):
     config = run_config.default_config()

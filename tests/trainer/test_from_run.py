@@ -37,6 +37,8 @@ from support import weight_sources
 from support.checkpoints import flip, save_and_wait
 from support.runs import TINY, final_arrays, refused, run_of, start_group
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 STEPS = 4  # of the source; with checkpoints after 2 and 4
 OWN = """
 from pathlib import Path

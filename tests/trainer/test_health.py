@@ -31,6 +31,8 @@ from jaxdist.trainer.health import Diverged, Monitor, SkippingDataset
 from jaxdist.trainer.loop import TrainingStopped
 from support.runs import SMALL_MODEL
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 SIZE = 4  # sequences per step
 BAD = range(10 * SIZE, 14 * SIZE)  # samples of steps 11 to 14, which break the loss
 STEPS = 18

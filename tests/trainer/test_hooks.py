@@ -19,6 +19,8 @@ from jaxdist.trainer import run_config, time_limit, training
 from jaxdist.trainer.callbacks import Callback, StepView, every
 from support.runs import untimed
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 STEPS = 7
 
 

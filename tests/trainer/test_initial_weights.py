@@ -33,6 +33,8 @@ from jaxdist.trainer.weight_source import (
 from support.huggingface import SMOLLM
 from support.paths import ROOT
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 FOREIGN = {
     "init.from_huggingface": {"init.from_huggingface": str(SMOLLM)},
     "lora.from_peft": {"lora.from_peft": "there", "lora.rank": 2},

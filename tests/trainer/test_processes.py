@@ -264,7 +264,7 @@ def test_processes_stop_at_the_same_step_whatever_their_pace():
     assert int(counts["1"]) >= 20
 
 
-@pytest.mark.slow  # by default tests/library/test_fit.py presses the button of a kernel
+@pytest.mark.slow  # as tests/library/test_fit.py does
 @pytest.mark.parametrize("shell", ["python -c", "IPython"])
 def test_an_interrupt_in_a_notebook_saves_and_gives_control_back(tmp_path, shell):
     if shell == "IPython":
@@ -304,6 +304,7 @@ def test_an_interrupt_in_a_notebook_saves_and_gives_control_back(tmp_path, shell
     assert last_step(workdir) == 300
 
 
+@pytest.mark.slow
 def test_a_preempted_script_ends_with_75(tmp_path):
     workdir = tmp_path / "run"
     _, _, _, config, name, _, _, *rest = command(workdir, train__steps=100_000)

@@ -16,6 +16,8 @@ from jaxdist.trainer import compose, held_out, run_config, training, validation
 from jaxdist.trainer.callbacks import Callback, Run, RunEnd
 from support.runs import SMALL_MODEL
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 SMALL = {
     **SMALL_MODEL,
     "batch.global_size": 4,

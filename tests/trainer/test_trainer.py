@@ -27,6 +27,8 @@ from support.runs import (
     train_here,
 )
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory) -> Path:
@@ -101,6 +103,7 @@ def test_a_resume_is_bitwise_where_gradients_are_summed_once_a_step(layout, tmp_
     assert same_state(tmp_path / "killed", tmp_path / "straight")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(straight, killed, tmp_path):
     workdir = tmp_path / "moved"
     shutil.copytree(killed, workdir)

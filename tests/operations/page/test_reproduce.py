@@ -18,6 +18,8 @@ from jaxdist.operations.page.status import as_text, read_status
 from jaxdist.trainer import provenance, reproduce
 from support.runs import TINY, losses
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 TRAINED = {
     "command": {
         "argv": ["python", "-m", "jaxdist.train"],

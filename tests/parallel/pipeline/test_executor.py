@@ -139,9 +139,9 @@ FEW = {
     "interleaved": Case(4, 4, 2, "interleaved"),
     "with fsdp and tensor": Case(2, 4, fsdp=2, tensor=2),
     "uneven, tied, dropout": Case(4, 4, model=replace(SEVEN, dropout=0.1, **TIED)),
-    "packed, zero 2": Case(2, 4, fsdp=2, zero=2, packed=True),
-    "accumulation": Case(2, 2, accumulation=2),
-    "local and global": Case(2, 4, model=LOCAL),
+    "packed, zero 2, accumulation": Case(
+        2, 2, fsdp=2, zero=2, packed=True, accumulation=2
+    ),
     "last edges": Case(
         2, 4, fsdp=2, tensor=2, edges="last", model=replace(MODEL, **TIED)
     ),
@@ -163,6 +163,9 @@ MANY = {
     "zero 2": Case(2, 4, fsdp=2, zero=2),
     "zero 3": Case(4, 4, fsdp=2, zero=3),
     "two stages": Case(),
+    "accumulation": Case(2, 2, accumulation=2),
+    "packed, zero 2": Case(2, 4, fsdp=2, zero=2, packed=True),
+    "local and global": Case(2, 4, model=LOCAL),
     "seven layers": Case(4, 8, model=SEVEN),
     "seven layers, interleaved": Case(2, 4, 2, "interleaved", model=SEVEN),
     "local and global, fsdp and tensor": Case(

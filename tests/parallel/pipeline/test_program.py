@@ -15,7 +15,7 @@ import pytest
 from jaxdist.step.train_step import TrainStep
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.flops import hlo_flops
-from support.models import FAST_COMPILE
+from support.models import FAST_COMPILE, batch_of
 from support.pipelines import BATCH, LENGTH, MODEL, SEVEN, Case, batch_for, build
 from support.programs import (
     collectives,
@@ -114,6 +114,20 @@ def test_a_pipeline_computes_no_more_than_its_bubble(case):
     assert case.staging.dims[2] == 2 // case.chunks
     found = counted(traced(case).lower()) / flops_of_full_remat()
     assert 1 + 0.5 * bubble / work < found <= 1.02 * (work + bubble) / work
+
+
+def temp_bytes(schedule: str, microbatches: int) -> int:
+    """Returns a device's temporary memory of a step of equal microbatches."""
+    case = Case(2, microbatches, schedule=schedule)
+    built = build(case, "full")
+    batch = batch_of(case.model, 2 * microbatches, LENGTH)
+    lowered = built.step.lower(built.abstract_state, built.abstract_batch(batch))
+    return lowered.compile(FAST_COMPILE).memory_analysis().temp_size_in_bytes
+
+
+def test_memory_grows_with_microbatches_in_gpipe_alone():
+    few, many = temp_bytes("1f1b", 8), temp_bytes("1f1b", 32)
+    assert many - few < 0.2 * (temp_bytes("gpipe", 32) - many)
 
 
 def test_a_stage_that_keeps_its_input_alone_computes_its_layers_once_more():

@@ -48,7 +48,8 @@ LARGE = {
     },
 }
 STAGES = 4
-SMALL = ("quick 1f1b 8", "quick 1f1b 32", "quick interleaved 8 inspect")
+# by default the gradients alone; test_program.py has the memory on CPU devices
+SMALL = ("quick 1f1b 8", "quick 1f1b 32")
 
 
 def _compile(name: str) -> dict:
@@ -164,6 +165,7 @@ def growth(size: str, schedule: str) -> float:
     return many["temp_bytes"] / few["temp_bytes"]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_microbatches():
     assert growth("quick", "1f1b") <= 1.02
 
