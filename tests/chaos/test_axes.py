@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from jaxdist.checkpoint.folders import list_steps, quarantine_folder
+from jaxdist.checkpoint.folders import list_steps
 from jaxdist.operations.ledger.run_lives import Life, read_lives
 from jaxdist.telemetry.metrics import read_rows
 from support.chaos_train import Order
@@ -293,8 +294,8 @@ class Campaign:
     on_other_mesh: bool = False
     codes: list[int] = field(default_factory=list)  # of the command, in order
     said: list[str] = field(default_factory=list)  # what it printed, in order
-    # damaged steps, of which the run must tell
-    damaged: list[int] = field(default_factory=list)
+    # (step, how many commands had ended), of each damage that the run must tell
+    damaged: set[tuple[int, int]] = field(default_factory=set)
     waiting: list[str] = field(default_factory=list)  # damage that finds no checkpoint
     first_other_life: int | None = None  # the first life on the other mesh
     done: list[str] = field(default_factory=list)  # damage that was done, for the log
@@ -430,16 +431,15 @@ class Campaign:
         else:
             file.unlink()
         assert not file.exists() or file.read_bytes() != before
-        self.damaged.append(step)
+        self.damaged.add((step, len(self.codes)))
         print(f"  {kind} in step {step}: {file.relative_to(folder)}")
         others = [other for other in list_steps(self.checkpoints) if other != step]
         copied = self.plan.copies and list_steps(self.copies / "checkpoints")
         if not others and not copied:
-            self._assert_refused(file, before)
+            self._assert_refused(step, file, before)
 
-    def _assert_refused(self, file: Path, before: bytes) -> None:
+    def _assert_refused(self, step: int, file: Path, before: bytes) -> None:
         """Asserts that a run whose steps are all damaged changes nothing; mends it."""
-        step = self.damaged.pop()
         folder = self.checkpoints / str(step)
         all_before = contents(folder)
         self.start(self.words(self.run), [], 0)
@@ -623,16 +623,14 @@ def assert_lives(campaign: Campaign, lives: list[Life]) -> None:
             assert life.first <= reached or not is_exact, lives
             reached, is_exact = life.step, True
         is_exact = is_exact and life.ended
-    assert reached == STEPS, lives
+    assert reached == STEPS or not is_exact, lives
 
 
 def assert_events(campaign: Campaign) -> None:
     """Asserts that the run has told of all damage, and of what it fetched."""
-    bad = [event["step"] for event in events(campaign.run, "bad_checkpoint")]
-    aside = quarantine_folder(campaign.checkpoints)
-    reasons = [int(path.stem) for path in aside.glob("*.json")]
-    for step in campaign.damaged:
-        assert step in bad, (campaign.damaged, bad, reasons)
+    bad = Counter(event["step"] for event in events(campaign.run, "bad_checkpoint"))
+    damaged = Counter(step for step, _ in campaign.damaged)
+    assert damaged <= bad, (damaged, bad)
     fetched = events(campaign.run, "checkpoint_fetched")
     assert len(fetched) >= campaign.done.count(ALL_LOST)
     for life in campaign.plan.lives:

@@ -162,6 +162,9 @@ TIMES = {
     "data_wait_s",
     "goodput",
     "hfu",
+    "slowest_process",
+    "slowest_busy_s",
+    "median_busy_s",
 }
 
 

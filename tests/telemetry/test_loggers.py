@@ -126,6 +126,18 @@ def test_views_get_numbers_not_arrays(tmp_path):
     assert calls[1] == ["write", 1, {"loss": 0.5, "count": 3, "mfu": None}]
 
 
+def test_an_event_from_before_the_loggers_is_repeated_to_them_alone(tmp_path):
+    reason = "a copy in https://user:secret@host/run is damaged"
+    with closing(metrics.MetricsWriter(tmp_path)) as writer:
+        writer.event("bad_checkpoint", 4, reason=reason)
+        writer.attach(examples.Recording(run_in(tmp_path)))
+        writer.repeat("bad_checkpoint", 4, reason=reason)
+    (event,) = metrics.read_events(tmp_path)
+    calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").open()]
+    assert ["event", "bad_checkpoint", 4, {"reason": event["reason"]}] in calls, calls
+    assert "secret" not in str(calls)
+
+
 def test_names_are_checked_without_executing_anything(monkeypatch):
     assert list(known.faults(["tensorboard", "no.such.module:Class"])) == []
     (fault,) = known.faults(["tensorbord"])
