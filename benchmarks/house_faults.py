@@ -1446,7 +1446,7 @@ if normalise:
     Fault(
         name="died_said_to_run",
         room="operations",
-        function="RunStatus._state",
+        function="RunFiles.outcome",
         old='return "died", "its process ended without a word"',
         new='return "running", None',
         tests=("operations/page/test_status.py::test_what_became_of_a_run",),
