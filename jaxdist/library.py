@@ -38,10 +38,11 @@ from jaxdist.telemetry.display import print_safe
 from jaxdist.trainer import opening, preemption, training, user_model, validation
 from jaxdist.trainer.best import KeepBest
 from jaxdist.trainer.callbacks import Callback
+from jaxdist.trainer.compose import UserInputs
 from jaxdist.trainer.loggers import Loggers
 from jaxdist.trainer.profiling import Profile
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.user_model import Model, UserInputs
+from jaxdist.trainer.user_model import Model
 from jaxdist.verification.comparison import summary
 from jaxdist.verification.runner import verify_layouts
 

@@ -25,10 +25,9 @@ from jaxdist.trainer import (
     step_lines,
     validation,
 )
-from jaxdist.trainer.compose import Composition
+from jaxdist.trainer.compose import Composition, UserInputs
 from jaxdist.trainer.costs import undeclared_lines
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.user_model import UserInputs
 
 _SAVE_MEMORY = "raise mesh.fsdp or batch.accumulation, or set remat.policy=full"
 MOST_EMULATED = 2**14  # most emulated devices; each takes threads and memory

@@ -9,13 +9,15 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from jaxdist.data.config import sample_shapes
+from jaxdist.data.dataset import Dataset
 from jaxdist.models import lora, registry
 from jaxdist.optim import schedules
 from jaxdist.parallel.mesh import MeshShape, build_mesh
@@ -124,6 +126,16 @@ def _dims_of_weights(config: RunConfig) -> tuple[int, ...]:
 
 
 # --- a run on a mesh ------------------------------------------------------------------
+
+
+class UserInputs(NamedTuple):
+    """The inputs of the caller that replace those of the config; None = the config's."""
+
+    build: Build | None = None  # makes the model
+    dataset: Dataset | None = None
+    optimizer: optax.GradientTransformation | None = None
+    # initial values of the model by path; None = the config's weights
+    initial: Mapping[str, np.ndarray] | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ PEFT files.
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer.from_run import AnotherRun
 from jaxdist.trainer.run_config import Build, RunConfig, model_defaults
+from jaxdist.trainer.run_metadata import InitialState
 from jaxdist.trainer.weight_source import (
     ImpliedConfig,
     LoadedWeights,
@@ -137,14 +138,6 @@ def apply_config(
 
 
 # --- before the first step ------------------------------------------------------------
-
-
-class InitialState(NamedTuple):
-    """The state of a new run."""
-
-    state: State
-    # metadata of the checkpoint that gave its weights; {} = they are of no run
-    metadata: Mapping[str, Any] = {}
 
 
 def init_from_sources(

@@ -6,11 +6,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxdist.checkpoint import folders
 from jaxdist.config import ConfigError
 from jaxdist.optim.schedules import ScheduleSteps
+from jaxdist.step.state import State
 from jaxdist.storage.untrusted import Malformed, of_kind
 
 # keys of the metadata
@@ -42,6 +43,14 @@ class Progress:
         """Goes back to the step and tokens of a checkpoint. The time stays."""
         self.step = other.step
         self.tokens_seen = other.tokens_seen
+
+
+class InitialState(NamedTuple):
+    """The state of a new run."""
+
+    state: State
+    # metadata of the checkpoint that gave its weights; {} = they are of no run
+    metadata: Mapping[str, Any] = {}
 
 
 def progress_of(metadata: Mapping[str, Any]) -> Progress:

@@ -19,8 +19,7 @@ from jaxdist.trainer.callbacks import Run
 from jaxdist.trainer.compose import batch_shapes
 from jaxdist.trainer.data_position import DataPosition
 from jaxdist.trainer.health import SkippingDataset
-from jaxdist.trainer.initial_weights import InitialState
-from jaxdist.trainer.run_metadata import Progress, progress_of
+from jaxdist.trainer.run_metadata import InitialState, Progress, progress_of
 
 
 class Start(NamedTuple):

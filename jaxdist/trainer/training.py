@@ -36,10 +36,11 @@ from jaxdist.trainer import (
     validation,
 )
 from jaxdist.trainer.callbacks import Callback, CallbackList, Run, TrainResult
+from jaxdist.trainer.compose import UserInputs
 from jaxdist.trainer.preemption import Interrupted, Preempted, StopSignals
 from jaxdist.trainer.run_config import RunConfig
+from jaxdist.trainer.run_metadata import InitialState
 from jaxdist.trainer.start import init_or_restore
-from jaxdist.trainer.user_model import UserInputs
 from jaxdist.trainer.weight_source import WeightSource
 
 # A run may trace its step three times: to compile it ahead; in the first call, because
@@ -146,7 +147,7 @@ def train(
             reporting.describe(this_run, built, dataset, schedule)
             this_run.built = built
 
-            def first_state() -> initial_weights.InitialState:
+            def first_state() -> InitialState:
                 """Makes the state of a run that has not saved."""
                 if sources:
                     all_callbacks.phase("restore", 0)

@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +29,6 @@ from jaxdist.trainer import initial_weights, run_config
 from jaxdist.trainer.run_config import Build, RunConfig, TrainConfig, TrainedFor
 
 Model = nnx.Module | type[nnx.Module] | Build
-
-
-class UserInputs(NamedTuple):
-    """The inputs of the caller that replace those of the config; None = the config's."""
-
-    build: Build | None = None  # makes the model
-    dataset: Dataset | None = None
-    optimizer: optax.GradientTransformation | None = None
-    # initial values of the model by path; None = the config's weights
-    initial: Mapping[str, np.ndarray] | None = None
 
 
 def builder(model: Model) -> tuple[Build, dict[str, np.ndarray] | None]:

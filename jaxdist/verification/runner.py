@@ -23,8 +23,8 @@ from jaxdist.parallel.precision import (
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import compose, initial_weights, validation
+from jaxdist.trainer.compose import UserInputs
 from jaxdist.trainer.run_config import RunConfig
-from jaxdist.trainer.user_model import UserInputs
 from jaxdist.verification import cases, comparison
 from jaxdist.verification.comparison import Arrays, Observed, Report, Result
 
