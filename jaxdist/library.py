@@ -216,12 +216,12 @@ def fit(
     inputs = UserInputs(
         build=build, dataset=dataset, optimizer=transform, initial=initial
     )
-    if verify or dry_run:
+    if verify is not False or dry_run:
         preemption.refuse_unjoined()
         all_devices = jax.devices() if devices is None else devices
         if folder:
             opening.check_workdir(Path(folder), config)
-        if verify:
+        if verify is not False:
             _verify(config, all_devices, inputs, "" if verify is True else verify)
         if dry_run:
             planner = extras.load("jaxdist.planner.dry_run")

@@ -65,6 +65,10 @@ def load_run(
     config = workdir.read_config(folder, named=target, trust_code=trust_code)
     devices = list(jax.devices() if devices is None else devices)
     maker = user_model.maker(config, folder, model, target)
+    if objective is None and isinstance(modules, Mapping):
+        raise ConfigError(
+            f"modules: {', '.join(modules)} would not be read without an objective; give objective=, too"
+        )
     if objective is not None:
         given = modules if isinstance(modules, Mapping) else {}
         maker = user_model.maker_for(config, maker, objective, given)

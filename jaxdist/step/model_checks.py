@@ -2,7 +2,6 @@
 
 import inspect
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -51,9 +50,7 @@ def check_model(
     """Checks that a model can be trained on such batches.
 
     A start calls this before it opens the data, and again when it traces the step. The
-    model is traced only once, as a program that never runs. What an op warns of there,
-    such as a slower kernel for float32, need not hold for the step. The step is traced
-    in its own dtypes and warns itself.
+    model is traced only once.
 
     Args:
       spec: the model with flat blocks.
@@ -76,13 +73,11 @@ def check_model(
     # the method under test, for `_blame`
     method = f"{type(spec.objective).__name__}.prepare(modules, batch)"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            prepared = abstract_batch(spec, batch)
-            method = "embed, blocks and head" if spec.staged else "loss(batch, key)"
-            stats, changed = _trace(spec, prepared)
-            method = "metrics(batch)"
-            _trace_metrics(spec, prepared)
+        prepared = abstract_batch(spec, batch)
+        method = "embed, blocks and head" if spec.staged else "loss(batch, key)"
+        stats, changed = _trace(spec, prepared)
+        method = "metrics(batch)"
+        _trace_metrics(spec, prepared)
     except ConfigError:
         raise
     except Exception as error:  # a model's code may raise anything

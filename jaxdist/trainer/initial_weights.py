@@ -164,17 +164,19 @@ def init_from_sources(
       ConfigError: the weights cannot be read, or belong to another model.
       CheckpointError: no checkpoint of init.from_run can be used.
     """
-    given = on_devices(initial or {}, built)
+    given = dict(initial or {})
     if given and not config.init.from_run:
-        return InitialState(built.init(given))
+        return InitialState(built.init(on_devices(given, built)))
     target = Target(config, built.views.abstract, build)
     opened = [_open(source, target) for source in sources]
     loaded = [weights.load() for weights in opened]
     values: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
     if built.abstract_state.modules:
+        # the model's own values are those of the source
         prefix = f"{MODULES}/"
-        values = {path: x for path, x in given.items() if path.startswith(prefix)}
+        frozen = {path: x for path, x in given.items() if path.startswith(prefix)}
+        values = dict(on_devices(frozen, built))
     for weights in loaded:
         values |= weights.values
         metadata |= weights.metadata

@@ -108,7 +108,10 @@ class Trainer:
         if not self._is_finished():
             return None
         error = self._fault_of_last_updates(state)
-        return RunEnd(state, has_trained=False, error=error)
+        reason = ""
+        if self.progress.step < self.config.train.steps:
+            reason = self.run.limit.reason()
+        return RunEnd(state, reason=reason, has_trained=False, error=error)
 
     def _is_finished(self) -> bool:
         """Tests whether no step is left. If so, it prints how to extend the run."""

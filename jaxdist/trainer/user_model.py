@@ -3,10 +3,10 @@
 The model is converted to a function of nnx.Rngs. The config is made of the arguments.
 """
 
-import dataclasses
 import functools
 import inspect
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ def with_objective(
             f"objective: {objective!r:.80}; required an object of a subclass of "
             f"jaxdist.protocols.objective.Objective"
         )
+    _check_name(objective)
     values = dict(initial or {})
     builders = {}
     for name, module in modules.items():
@@ -191,8 +192,10 @@ def maker_for(
     Raises:
       ConfigError: the run was trained for another objective, or a module cannot be used.
     """
+    if build is None:
+        raise ConfigError("objective: it is for a caller's model; give model=, too")
     trained_for = objective_in(config) or "the loss of its model"
-    if build is None or objective_text(objective) != trained_for:
+    if objective_text(objective) != trained_for:
         raise ConfigError(
             f"objective: {objective_text(objective)}, and the run was trained for "
             f"{trained_for}; give the same"
@@ -295,10 +298,31 @@ def name_of(model: Model, build: Build) -> str:
 
 
 def objective_text(objective: Objective) -> str:
-    """Names an objective, with its options if it is a dataclass."""
-    if dataclasses.is_dataclass(objective):
-        return repr(objective)
-    return type(objective).__qualname__
+    """Names an objective with its options, which a later process writes alike."""
+    return repr(objective)
+
+
+def _check_name(objective: Objective) -> None:
+    """Checks that a later process can tell an objective from one with other options.
+
+    Raises:
+      ConfigError: the objective is no frozen dataclass, or its text has an address of
+        this process.
+    """
+    name = type(objective).__qualname__
+    # of the class itself: a subclass of a dataclass may have further options
+    parameters = vars(type(objective)).get("__dataclass_params__")
+    if parameters is None or not parameters.frozen:
+        raise ConfigError(
+            f"objective: {name} is no frozen dataclass, so a resumed run could not tell its options; "
+            f"write @dataclasses.dataclass(frozen=True) above the class, and its options as fields"
+        )
+    if re.search(r" at 0x[0-9a-f]+", objective_text(objective)):
+        raise ConfigError(
+            f"objective: {objective_text(objective):.200} has a field that is written as an address, which "
+            f"differs in each process; make the field a text or a number that chooses the function, or "
+            f"give it field(repr=False)"
+        )
 
 
 def objective_in(config: RunConfig) -> str:

@@ -1,5 +1,6 @@
 """The validation of a run's config, which reports all faults before compilation."""
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -94,14 +95,17 @@ def _check_loss(composition: Composition, *, from_caller: bool) -> None:
     key = (repr(options), composition.spec.objective)
     if key in _passed and not from_caller:
         return
-    check_model(
-        composition.spec,
-        compose.batch_shapes(
-            config, config.batch.global_size // composition.total_microbatches
-        ),
-        accumulation=config.batch.accumulation,
-        stages=stages,
-    )
+    samples = config.batch.global_size // composition.total_microbatches
+    # What an op warns of here, such as a slower kernel for float32, need not hold for
+    # the step, which is traced in its own dtypes and warns itself.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_model(
+            composition.spec,
+            compose.batch_shapes(config, samples),
+            accumulation=config.batch.accumulation,
+            stages=stages,
+        )
     if not from_caller:
         _passed.add(key)
 

@@ -277,6 +277,19 @@ def make_policy(rngs: nnx.Rngs) -> Transformer:
 
 
 PAIRS = {name: x for name, x in batch_of_pairs().items() if name != "sample"}
+
+
+class Plain(SumObjective):
+    """Its options, if it had some, would not be told."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Linked(SumObjective):
+    """It has a function, which each process writes in its own way."""
+
+    link: object = jax.nn.softplus
+
+
 GIVEN = {"objective": Preference(), "modules": {"reference": make_policy}}
 ONE = {"devices": jax.devices()[:1]}
 
@@ -299,10 +312,12 @@ def test_an_objective_trains_a_policy_against_its_frozen_module(tmp_path):
     loss = loaded.evaluate(PAIRS).loss
     assert 0 < loss < np.log(2) - 0.1
     alone = jaxdist.load_run(tmp_path, **options, **ONE)
-    with pytest.raises(ConfigError, match="was trained for Preference, and was loaded"):
+    with pytest.raises(
+        ConfigError, match=r"was trained for Preference\(\), and was loaded"
+    ):
         alone.evaluate(PAIRS)
     with pytest.raises(
-        ConfigError, match="SumObjective, and the run was trained for P"
+        ConfigError, match=r"SumObjective\(\), and the run was trained for P"
     ):
         jaxdist.load_run(tmp_path, **options, objective=SumObjective())
     with pytest.raises(ConfigError, match="model.name: .* for Preference"):
@@ -335,6 +350,11 @@ def test_a_frozen_module_with_values_of_its_own(tmp_path):
     [
         ("modules: reference would not be read", {"modules": {"reference": make}}),
         ("objective: 3; required an object of a subclass", {"objective": 3}),
+        ("Plain is no frozen dataclass", {"objective": Plain(), "model": make_policy}),
+        (
+            "has a field that is written as an address",
+            {"objective": Linked(), "model": make_policy},
+        ),
         (
             "frozen module 'reference' is missing",
             {"objective": Preference(), "model": make_policy},

@@ -1,6 +1,6 @@
 """Objectives with a frozen reference, and the layouts that they are trained on."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ REFERENCE = replace(TINY, num_layers=6, d_model=16, loss_chunk=5)
 SGD = OptimizerConfig(name="sgd", learning_rate=0.1, warmup_steps=1)
 
 
+@dataclass(frozen=True)
 class SumObjective(TokenObjective):
     """Next-token cross-entropy, written as an objective of three parts."""
 
@@ -39,6 +40,7 @@ class SumObjective(TokenObjective):
         return Loss(nats.sum(), sample["weights"].sum())
 
 
+@dataclass(frozen=True)
 class Preference(TokenObjective):
     """Prefers the first document of a row to the second, against a reference."""
 

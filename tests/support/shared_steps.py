@@ -34,7 +34,10 @@ def key_of(composition: Composition, devices: Any, **options: Any) -> str | None
     outside = set(keys_outside_step()) - IN_PROGRAMS
     read = {key: value for key, value in config.items() if key not in outside}
     ids = [device.id for device in devices or jax.devices()]
-    return json.dumps([read, ids, repr(sorted(options.items()))], default=str)
+    arrays = jax.tree.leaves((spec.trainable, spec.frozen, spec.model_state))
+    # a caller's function may make another model of the same class
+    model = [repr(spec.graph), [(x.shape, str(x.dtype)) for x in arrays]]
+    return json.dumps([model, read, ids, repr(sorted(options.items()))], default=str)
 
 
 @contextlib.contextmanager

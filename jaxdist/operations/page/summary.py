@@ -216,7 +216,11 @@ def state(run: RunSummary) -> tuple[str, str]:
     """
     name, reason = run.outcome
     end = run.events.last_of(*ENDS)
-    has_stopped = end is not None and end["event"] == "stop"
+    life = run.current_life
+    has_stopped = False
+    if end is not None and end["event"] == "stop":
+        # else it is of an earlier life, and this one is starting
+        has_stopped = life is None or end["time"] >= life.began
     if run.running and not has_stopped:
         return "running", _TONES["running"]
     return state_text(name, reason), _TONES.get(name, "bad")
