@@ -24,6 +24,7 @@ from jaxdist.data.packing import Batch
 from jaxdist.data.samples import INDEX, SampleRows
 from jaxdist.data.splits import sample_sides
 from jaxdist.storage.digest import digest
+from jaxdist.storage.untrusted import Malformed, of_kind
 
 Batches = (
     Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | Iterable[Mapping[str, Any]]
@@ -76,16 +77,7 @@ class Iterated:
             self._next = 0
         batch = None
         while self._next <= step:
-            batch = next(self._iterator, None)
-            if batch is None and self._restart():
-                batch = next(self._iterator, None)
-            if batch is None:
-                raise NoBatch(
-                    f"the iterator ended after {self._next} batches; "
-                    "give more or lower steps"
-                )
-            self._next += 1
-            self._store_state()
+            batch = self._read_next()
         return batch
 
     def state(self, step: int) -> Any:
@@ -98,15 +90,19 @@ class Iterated:
     def go_to(self, step: int, state: Any) -> str:
         """Prepares to return the batch after `step` updates next.
 
+        The state may be that before an earlier batch, if the batches in between are
+        skipped since then. They are read and dropped.
+
         Args:
           step: number of updates.
-          state: result of `state`, from a checkpoint. None if there was none.
+          state: result of `state`, from a checkpoint. None if there was none. Without
+            the number of its batch, it is that before the batch after `step` updates.
 
         Returns:
           A line for the user that says how; "" if there is nothing to say.
 
         Raises:
-          NoBatch: the iterator does not accept the state.
+          NoBatch: the iterator does not accept the state, or ends before the batch.
         """
         methods = self._state_methods()
         if state is None or methods is None:
@@ -117,7 +113,8 @@ class Iterated:
                 f"its first {step - self._next} batches are passed over"
             )
         try:
-            self._epoch, value = iterator_state.decode(state)
+            self._epoch, value, *numbers = iterator_state.decode(state)
+            number = _check_number(*numbers, step=step) if numbers else step
             if methods.of_iterable:  # an iterable applies its state at a restart
                 methods.set(value)
                 self._restart()
@@ -133,12 +130,32 @@ class Iterated:
                 f"({error!r:.200}); give the one that the run began with, "
                 "or a new folder"
             ) from error
-        self._next = step
-        self._states = {step: state}
+        self._next = number
+        self._states = {number: state}
+        while self._next < step:
+            self._read_next()
         return (
             "batches: the iterator goes on by its own state "
             f"at the batch after {step} updates"
         )
+
+    def _read_next(self) -> Any:
+        """Reads the next batch, and stores the state after it.
+
+        Raises:
+          NoBatch: there is none.
+        """
+        batch = next(self._iterator, None)
+        if batch is None and self._restart():
+            batch = next(self._iterator, None)
+        if batch is None:
+            raise NoBatch(
+                f"the iterator ended after {self._next} batches; "
+                "give more or lower steps"
+            )
+        self._next += 1
+        self._store_state()
+        return batch
 
     def _restart(self) -> bool:
         """Starts the next epoch; returns False if the iterable is its own iterator."""
@@ -170,11 +187,25 @@ class Iterated:
         if methods is None:
             return
         try:
-            encoded = iterator_state.encode((self._epoch - 1, methods.get()))
+            encoded = iterator_state.encode(
+                (self._epoch - 1, methods.get(), self._next)
+            )
         except TypeError:  # JSON cannot hold the state: a resume reads batches again
             return
         self._states[self._next] = encoded
         self._states.pop(self._next - _NUM_STATES, None)
+
+
+def _check_number(number: Any, *, step: int) -> int:
+    """Checks the number of a state's batch, from which `step` must be reached.
+
+    Raises:
+      Malformed: it is no number, or that of a later batch.
+    """
+    checked: int = of_kind(number, int, "the number of its batch")
+    if not 0 <= checked <= step:
+        raise Malformed(f"it is that before batch {checked}, not {step}")
+    return checked
 
 
 # --- The dataset ----------------------------------------------------------------------
@@ -248,7 +279,7 @@ class UserDataset(Dataset):
           A line that says how; "" if there is nothing to say.
 
         Raises:
-          ConfigError: the iterator does not accept the state.
+          ConfigError: the iterator does not accept the state, or ends before the batch.
         """
         if not isinstance(self._reader, Iterated):
             return ""

@@ -14,7 +14,7 @@ from jaxdist.config import ConfigError, redact, schema
 from jaxdist.data import Dataset
 from jaxdist.distributed import coordination
 from jaxdist.storage.untrusted import Malformed
-from jaxdist.trainer import run_metadata, source_run, workdir
+from jaxdist.trainer import restore, run_metadata, source_run, workdir
 from jaxdist.trainer.health import SkippingDataset
 from jaxdist.trainer.run_config import RunConfig, document_of
 
@@ -33,13 +33,14 @@ def check_source(config: RunConfig, dataset: Dataset) -> None:
 
     Raises:
       ConfigError: the source has read other data or in another order, or was not
-        trained. It has a line for each fault.
+        trained. It has a line for each fault. Or the source's file of skipped batches
+        is damaged.
       CheckpointError: no checkpoint of the source can be used.
     """
     with coordination.raise_on_all():
         if jax.process_index() == 0:
             source = source_run.locate(config.init.from_run)
-            position_after(source.metadata, config, dataset)
+            _next_batch(source.metadata, config, dataset)
 
 
 def position_after(
@@ -47,10 +48,30 @@ def position_after(
 ) -> DataPosition:
     """Computes the position of the source after a checkpoint.
 
+    Every process makes the call, and the first process reads the source's workdir.
+
     Args:
       metadata: metadata of the checkpoint.
       config: the new run's config.
       dataset: the new run's data.
+
+    Raises:
+      ConfigError: see `check_source`.
+    """
+    end = 0
+    with coordination.raise_on_all():
+        if jax.process_index() == 0:
+            end = _next_batch(metadata, config, dataset)
+    end = coordination.broadcast(end)
+    return DataPosition([[0, end]], metadata.get(run_metadata.READER))
+
+
+def _next_batch(
+    metadata: Mapping[str, Any], config: RunConfig, dataset: Dataset
+) -> int:
+    """Computes the number of the batch that the source would read after a checkpoint.
+
+    Like the source's own resume, it leaves out what was thrown out after the checkpoint.
 
     Raises:
       ConfigError: see `check_source`.
@@ -62,9 +83,12 @@ def position_after(
             for fault in faults
         )
     done = run_metadata.progress_of(metadata).step
-    skipped = run_metadata.check_windows(metadata.get(run_metadata.SKIPPED, []))
-    end = SkippingDataset(dataset, skipped).position(done)
-    return DataPosition([[0, end]], metadata.get(run_metadata.READER))
+    folder = source_run.locate(config.init.from_run).workdir
+    if folder is None:
+        skipped = metadata.get(run_metadata.SKIPPED, [])
+    else:
+        skipped = restore.skipped_windows(folder, metadata)
+    return SkippingDataset(dataset, skipped).position(done)
 
 
 def _faults(

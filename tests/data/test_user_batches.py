@@ -12,6 +12,7 @@ from jaxdist.data.dataset import SourceError
 from jaxdist.data.iterator_state import decode, encode
 from jaxdist.data.user_batches import Iterated, NoBatch, open_user_batches
 from jaxdist.storage.untrusted import Malformed
+from jaxdist.trainer.health import SkippingDataset
 
 
 class Shuffled:
@@ -98,6 +99,59 @@ def test_an_iterator_without_a_state_says_how_many_it_passes_over():
         one_way = Iterated(iter([{"x": np.zeros(4)}] * 3))
         one_way(1)
         one_way(0)
+
+
+@pytest.mark.parametrize("kind", [Shuffled, Stream])
+@pytest.mark.parametrize("to", [3, 4, 5, 10])
+def test_a_state_leads_to_a_later_batch(kind, to):
+    whole = values(Iterated(kind()), range(14))
+    first = Iterated(kind())
+    values(first, range(5))
+    again = Iterated(kind())
+    again(0)  # for its shapes
+    again.go_to(to, json.loads(json.dumps(first.state(3))))
+    # a save before the next batch is read
+    saved = Iterated(kind())
+    saved.go_to(to, again.state(to))
+    assert values(again, range(to, 14)) == whole[to:]
+    assert values(saved, range(to, 14)) == whole[to:]
+
+
+def test_a_rollback_of_a_stateful_iterator_leaves_its_window_out():
+    whole = values(Iterated(Shuffled()), range(12))
+    batches, size = open_user_batches(Shuffled())
+    dataset = SkippingDataset(batches)
+    for step in range(10):
+        dataset.train_batch(step, size)
+    state = dataset.reader_state(3)
+    skipping = dataset.without(4, 10)
+    assert skipping.windows == [[3, 10]]
+    skipping.go_to(3, state)
+    read = [skipping.train_batch(step, size)["x"].tolist() for step in (3, 4)]
+    assert read == whole[10:]
+
+
+def test_a_state_leads_to_no_earlier_batch_and_not_beyond_the_end(monkeypatch):
+    dataset, size = open_user_batches(Shuffled())
+    dataset.train_batch(3, size)
+    state = dataset.reader_state(3)
+    with pytest.raises(ConfigError, match="it is that before batch 3, not 2"):
+        dataset.go_to(2, state)
+    dataset, _ = open_user_batches(Shuffled())
+    monkeypatch.setattr(Shuffled, "__next__", lambda _: next(iter(())))
+    with pytest.raises(ConfigError, match="the iterator ended after 3 batches"):
+        dataset.go_to(10, state)
+
+
+def test_a_state_without_the_number_of_its_batch_is_that_of_the_position():
+    whole = values(Iterated(Shuffled()), range(6))
+    first = Iterated(Shuffled())
+    first(2)
+    epoch, value, number = decode(first.state(3))
+    assert number == 3
+    again = Iterated(Shuffled())
+    again.go_to(3, encode((epoch, value)))
+    assert values(again, range(3, 6)) == whole[3:]
 
 
 @pytest.mark.parametrize(

@@ -631,6 +631,41 @@ def test_the_source_s_batches_are_no_rollback_of_the_branch(whole, tmp_path):
     assert skipped["windows"] == [[0, 4], [5, 6]]
 
 
+def test_a_branch_leaves_out_what_its_source_threw_out_since_its_checkpoint(tmp_path):
+    def broken(step: int) -> dict:
+        read.append(step)
+        batch = batches(step)
+        if step == 5:
+            batch["x"][:] = np.nan
+        return batch
+
+    read: list[int] = []
+    source = fit(
+        tmp_path / "source",
+        broken,
+        6,
+        checkpoint__every_steps=4,
+        checkpoint__save_at_end=False,
+        optimizer__nonfinite_limit=0,
+        health__nonfinite="rollback",
+    )
+    skipped = source.folder / "skipped.json"
+    assert json.loads(skipped.read_text())["windows"] == [[4, 6]]
+    branching = {"init__from_run": str(source.folder), "init__data_position": True}
+    read.clear()
+    fit(tmp_path / "branch", broken, 2, **branching)
+    assert not {1, 2, 3, 4, 5}.intersection(read)
+    assert {6, 7}.issubset(read)
+    skipped.write_text("[]")
+    with pytest.raises(ConfigError, match=r"skipped\.json is damaged"):
+        fit(tmp_path / "other", broken, 2, **branching)
+    # Without the file, the checkpoint alone says what was thrown out.
+    skipped.unlink()
+    read.clear()
+    fit(tmp_path / "third", broken, 1, **branching)
+    assert 4 in read
+
+
 def test_a_position_in_other_data_is_refused_before_anything_compiles(
     old, text, tmp_path, capsys, monkeypatch
 ):
