@@ -15,7 +15,7 @@ checked or restored at the place that its line names:
   the shapes of an iterable (`data.user_batches.open_user_batches`). The checkpoint has
   the fingerprint (`trainer.restore.check_data`).
 - The windows of skipped batches are in skipped.json and in the checkpoint
-  (`trainer.restore.skipped_windows`). All processes compare them
+  (`trainer.run_metadata.skipped_windows`). All processes compare them
   (`trainer.start.init_or_restore`).
 - The number of updates done is the checkpoint's progress (`trainer.run_metadata`).
 - The state of a caller's iterator is in the checkpoint (`reader_state`, `go_to`). Other

@@ -14,7 +14,7 @@ from jaxdist.config import ConfigError, redact, schema
 from jaxdist.data import Dataset
 from jaxdist.distributed import coordination
 from jaxdist.storage.untrusted import Malformed
-from jaxdist.trainer import restore, run_metadata, source_run, workdir
+from jaxdist.trainer import run_metadata, source_run, workdir
 from jaxdist.trainer.health import SkippingDataset
 from jaxdist.trainer.run_config import RunConfig, document_of
 
@@ -87,7 +87,7 @@ def _next_batch(
     if folder is None:
         skipped = metadata.get(run_metadata.SKIPPED, [])
     else:
-        skipped = restore.skipped_windows(folder, metadata)
+        skipped = run_metadata.skipped_windows(folder, metadata)
     return SkippingDataset(dataset, skipped).position(done)
 
 

@@ -254,26 +254,6 @@ def require_run_metadata(abstract: Any) -> MakeAbstract:
     return abstract_if_valid
 
 
-def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]]:
-    """Reads the windows of batches that the run of a workdir skips.
-
-    The file of the workdir also has windows that were added after the checkpoint. If
-    there is no file, the checkpoint was moved here, and its own list counts.
-
-    Raises:
-      ConfigError: the file is damaged, or another version of jaxdist wrote it.
-    """
-    file = folder / SKIPPED_FILE
-    try:
-        document = run_format.unmarked(untrusted.read_json(file, dict), file)
-        return run_metadata.check_windows(document.get("windows"))
-    except FileNotFoundError:
-        windows: list[list[int]] = metadata.get(run_metadata.SKIPPED, [])
-        return windows
-    except untrusted.Malformed as error:
-        raise ConfigError(f"{file} is damaged ({error}); put it back") from error
-
-
 # --- rollback -------------------------------------------------------------------------
 
 

@@ -6,13 +6,16 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.checkpoint import folders
 from jaxdist.config import ConfigError
 from jaxdist.optim.schedules import ScheduleSteps
 from jaxdist.step.state import State
-from jaxdist.storage.untrusted import Malformed, of_kind
+from jaxdist.storage import run_format
+from jaxdist.storage.untrusted import Malformed, of_kind, read_json
+from jaxdist.trainer.health import SKIPPED_FILE
 
 # keys of the metadata
 PROGRESS = folders.PROGRESS  # the fields of `Progress`
@@ -113,3 +116,23 @@ def _is_window(value: Any) -> bool:
     first: int = value[0]
     end: int = value[1]
     return 0 <= first <= end < _MAX_BATCHES
+
+
+def skipped_windows(folder: Path, metadata: Mapping[str, Any]) -> list[list[int]]:
+    """Reads the windows of batches that the run of a workdir skips.
+
+    The file of the workdir also has windows that were added after the checkpoint. If
+    there is no file, the checkpoint was moved here, and its own list counts.
+
+    Raises:
+      ConfigError: the file is damaged, or another version of jaxdist wrote it.
+    """
+    file = folder / SKIPPED_FILE
+    try:
+        document = run_format.unmarked(read_json(file, dict), file)
+        return check_windows(document.get("windows"))
+    except FileNotFoundError:
+        windows: list[list[int]] = metadata.get(SKIPPED, [])
+        return windows
+    except Malformed as error:
+        raise ConfigError(f"{file} is damaged ({error}); put it back") from error

@@ -128,7 +128,7 @@ def _restore(
     state = views.by_stage(restored.state)
     progress = progress_of(restored.metadata)
     windows = coordination.broadcast(
-        restore.skipped_windows(run.folder, restored.metadata)
+        run_metadata.skipped_windows(run.folder, restored.metadata)
     )
     prepared.result()
     return _FirstState(

@@ -66,8 +66,8 @@ from jaxdist.trainer import (
     compose,
     elastic,
     reproduce,
-    restore,
     run_config,
+    run_metadata,
     validation,
     workdir,
 )
@@ -185,7 +185,7 @@ def _of_run(run: Path) -> dict[str, Reader]:
 
     def skipped(file: Path) -> object:
         dataset = object.__new__(SkippingDataset)
-        dataset = SkippingDataset(dataset, restore.skipped_windows(run, {}))
+        dataset = SkippingDataset(dataset, run_metadata.skipped_windows(run, {}))
         return [dataset.position(step) for step in (0, 1, 100)]
 
     (run / SKIPPED_FILE).write_text(

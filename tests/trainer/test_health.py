@@ -485,4 +485,4 @@ def test_the_slowest_is_named():
 def test_windows_of_another_shape_are_refused(tmp_path, text):
     (tmp_path / "skipped.json").write_text(text)
     with pytest.raises(ConfigError, match="skipped.json is damaged"):
-        restore.skipped_windows(tmp_path, {})
+        run_metadata.skipped_windows(tmp_path, {})

@@ -7,7 +7,8 @@ import pytest
 
 from jaxdist.config import files
 from jaxdist.parallel.execution import Execution
-from jaxdist.trainer import run_config, validation
+from jaxdist.step.objective_fields import abstract_batch
+from jaxdist.trainer import compose, run_config, validation
 from support.runs import TINY
 
 
@@ -22,19 +23,15 @@ def test_no_warning_of_a_kernel_that_only_the_check_lacks(monkeypatch):
     composition = validation.validate(run, jax.devices()[:1], with_data=False)
     spec = composition.spec
 
-    def loss(*arrays):
-        rows = {
-            "inputs": jax.numpy.zeros((2, 16), jax.numpy.int32),
-            "positions": jax.numpy.tile(jax.numpy.arange(16), (2, 1)),
-            "targets": jax.numpy.zeros((2, 16), jax.numpy.int32),
-            "weights": jax.numpy.ones((2, 16)),
-        }
-        return spec.objective.batch_loss(
-            spec.assemble(*arrays), rows, jax.random.key(0)
-        )
+    rows = abstract_batch(spec, compose.batch_shapes(run, 2))
 
+    def loss(arrays, rows):
+        model = spec.assemble(*arrays)
+        return spec.objective.batch_loss(model, rows, jax.random.key(0))
+
+    arrays = (spec.trainable, spec.model_state, spec.frozen)
     with pytest.warns(UserWarning, match="cudnn kernel is not used"):
-        jax.eval_shape(loss, spec.trainable, spec.model_state, spec.frozen)
+        jax.eval_shape(loss, arrays, rows)
     monkeypatch.setattr(validation, "_passed", set())
     spec.passed.clear()
     with warnings.catch_warnings():
