@@ -520,15 +520,10 @@ def _branch_command(
 
 
 def _with_new_options(stored: Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
-    """Flattens a stored config, and adds the defaults of keys that it lacks.
-
-    A key that was added after the run began does by default what the run did.
-    """
+    """Flattens a stored config, and adds defaults of the model's missing options."""
     model = model_defaults(config.model["target"])
     model.pop("target")
-    defaults = schema.flatten(schema.to_config_dict(RunConfig()))
-    defaults |= schema.flatten({"model": model})
-    return defaults | schema.flatten(stored)
+    return schema.flatten({"model": model}) | schema.flatten(stored)
 
 
 def _shown(value: object) -> str:

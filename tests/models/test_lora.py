@@ -572,7 +572,6 @@ def opened(folder):
     return loading.load_run(folder, devices=jax.devices()[:2], log=lambda line: None)
 
 
-@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit(text, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert trained(text, SMOLLM, whole) == trained_in_parts(text, parts)

@@ -264,8 +264,9 @@ def test_processes_stop_at_the_same_step_whatever_their_pace():
     assert int(counts["1"]) >= 20
 
 
-@pytest.mark.slow  # as tests/library/test_fit.py does
-@pytest.mark.parametrize("shell", ["python -c", "IPython"])
+@pytest.mark.parametrize(
+    "shell", [pytest.param("python -c", marks=pytest.mark.slow), "IPython"]
+)
 def test_an_interrupt_in_a_notebook_saves_and_gives_control_back(tmp_path, shell):
     if shell == "IPython":
         pytest.importorskip("IPython")
