@@ -25,7 +25,6 @@ from jaxdist.distributed.network import network_faults
 from jaxdist.hardware import chips
 from jaxdist.hardware import flags as platform_flags
 from jaxdist.hardware import host as machine
-from jaxdist.hardware.network import read_limits
 from jaxdist.parallel.formats.floats import NO_BFLOAT16, lacks_bfloat16
 from jaxdist.parallel.mesh import count_slices
 from jaxdist.parallel.precision import UNITS
@@ -97,10 +96,7 @@ def examine(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, Any
             name: str(installation.shipped_folder(name) or "none")
             for name in ("configs", "examples", "deploy")
         },
-        "network": [
-            fault._asdict()
-            for fault in network_faults(root, environ, read_limits(root))
-        ],
+        "network": [fault._asdict() for fault in network_faults(root, environ)],
         "extras": {
             module: _presence(module, extra)
             for module, extra in sorted(extras.EXTRAS.items())

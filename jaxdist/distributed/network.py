@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from jaxdist.config import ConfigError
 from jaxdist.distributed.cluster import ClusterInfo, find_cluster
-from jaxdist.hardware.network import Limits, Machine
+from jaxdist.hardware.network import Limits, Machine, read_limits
 from jaxdist.telemetry.units import gib_text
 
 _NCCL_SHM = 2**30  # NVIDIA's user guide asks for --shm-size=1g in containers
@@ -76,7 +76,7 @@ class _Node(Machine):
 
 
 def network_faults(
-    root: Path, environ: Mapping[str, str], limits: Limits
+    root: Path, environ: Mapping[str, str], limits: Limits | None = None
 ) -> list[Fault]:
     """Lists the faults of this machine for the run that this environment would start.
 
@@ -87,8 +87,10 @@ def network_faults(
     Args:
       root: the folder that holds /sys, /proc, /etc and /dev.
       environ: the variables of the run.
-      limits: the limits of the process.
+      limits: limits of a process; None: those of this process.
     """
+    if limits is None:
+        limits = read_limits(root)
     node = _Node(root, environ, limits)
     faults = []
     for name, check in CHECKS.items():

@@ -16,11 +16,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxdist.config import ConfigError, is_text
-from jaxdist.data import Tokenizer, load_tokenizer
+from jaxdist.data import Tokenizer
 from jaxdist.data.chat import ChatEncoder, Messages, open_encoder
-from jaxdist.data.sources.source import TokenSource
-from jaxdist.data.sources.table import SOURCES
 from jaxdist.evaluation import held_out_set
+from jaxdist.evaluation.run_tokenizer import run_tokenizer
 from jaxdist.inference.decoding import (
     Generation,
     SamplingConfig,
@@ -35,7 +34,7 @@ from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import user_model, workdir
+from jaxdist.trainer import user_model
 from jaxdist.trainer.held_out import HeldOut, held_out
 from jaxdist.trainer.run_config import RunConfig
 
@@ -130,30 +129,7 @@ class TrainedRun:
           ConfigError: the run's data hold token ids and name no tokenizer, or the
             tokenizer has more ids than the model.
         """
-        data = self.config.data
-        source = SOURCES[data.source]
-        holds_ids = isinstance(source, TokenSource) or source.from_caller
-        if holds_ids and data.tokenizer == "bytes":
-            alternative = ""
-            if source.from_caller:
-                alternative = "; or take generate_tokens, whose prompts are ids"
-            raise ConfigError(
-                f"data.source={data.source}: these tokens were made elsewhere; set data.tokenizer "
-                f"in {self.folder / workdir.CONFIG} to the path of their tokenizer.json{alternative}"
-            )
-        tokenizer = load_tokenizer(
-            data.tokenizer,
-            folder=self.folder,
-            cache=data.cache_folder(),
-            special_tokens=data.special_tokens,
-        )
-        vocab_size = self.config.vocab_size
-        if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-            raise ConfigError(
-                f"the tokenizer {data.tokenizer} has ids up to {tokenizer.vocab_size - 1}, model.vocab_size "
-                f"is {vocab_size}; put the model's tokenizer.json into {self.folder}"
-            )
-        return tokenizer
+        return run_tokenizer(self.config, self.folder)
 
     @functools.cached_property
     def _generate(self) -> TokenGenerator:

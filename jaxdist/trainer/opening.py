@@ -3,14 +3,16 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import jax
 
 from jaxdist.config import ConfigError
 from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import consistency, coordination
 from jaxdist.storage import run_format
-from jaxdist.telemetry.display import print_safe
+from jaxdist.telemetry.display import lively, print_safe
 from jaxdist.telemetry.metrics import MetricsWriter
 from jaxdist.trainer import (
     batching,
@@ -21,6 +23,7 @@ from jaxdist.trainer import (
     workdir,
 )
 from jaxdist.trainer.callbacks import CallbackList, Run
+from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.run_config import RunConfig, values_of
 
 
@@ -49,6 +52,33 @@ def check_workdir(folder: Path, config: RunConfig) -> None:
         if coordination.is_lead():
             run_format.check_folder(folder)
             workdir.refuse_links(folder, config)
+
+
+def new_run(
+    composition: Composition,
+    folder: Path,
+    devices: Sequence[jax.Device],
+    *,
+    on_progress: Callable[[str], None],
+    request_stop: Callable[[], None],
+) -> Run:
+    """Makes the run, which logs on the first process.
+
+    Args:
+      composition: model, data format and mesh.
+      folder: the workdir.
+      devices: devices to train on.
+      on_progress: is called with each line of slow work, such as reading data.
+      request_stop: asks all processes to save and stop; callable from any thread.
+    """
+    return Run(
+        composition=composition,
+        folder=folder,
+        devices=devices,
+        note=log,
+        say=lively(log, on_progress),
+        request_stop=request_stop,
+    )
 
 
 def open_run_data(

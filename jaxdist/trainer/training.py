@@ -24,7 +24,6 @@ from typing import Any
 import jax
 
 from jaxdist.step.state import State
-from jaxdist.telemetry.display import lively
 from jaxdist.trainer import (
     elastic,
     initial_weights,
@@ -35,7 +34,7 @@ from jaxdist.trainer import (
     run_loop,
     validation,
 )
-from jaxdist.trainer.callbacks import Callback, CallbackList, Run, TrainResult
+from jaxdist.trainer.callbacks import Callback, CallbackList, TrainResult
 from jaxdist.trainer.compose import UserInputs
 from jaxdist.trainer.preemption import Interrupted, Preempted, StopSignals
 from jaxdist.trainer.run_config import RunConfig
@@ -117,12 +116,11 @@ def train(
     all_callbacks.check(config)
     signals = StopSignals()
     with contextlib.ExitStack() as stack, all_callbacks.enter_others():
-        this_run = Run(
-            composition=composition,
-            folder=folder,
-            devices=devices,
-            note=opening.log,
-            say=lively(opening.log, all_callbacks.progress),
+        this_run = opening.new_run(
+            composition,
+            folder,
+            devices,
+            on_progress=all_callbacks.progress,
             request_stop=lambda: signals.hear(signal.SIGTERM),
         )
         try:

@@ -88,7 +88,7 @@ class RunFiles:
 
     @property
     def last_life(self) -> run_lives.Life | None:
-        """Returns the newest life of the ledger; None if there is none."""
+        """Reads the newest life of the ledger; None if there is none."""
         if not self.lives:
             return None
         return self.lives[-1]

@@ -267,7 +267,7 @@ def _median(run: RunSummary, field: str) -> str:
 
 
 def evaluations(run: RunSummary) -> list[metrics.Row]:
-    """Returns the evaluations on the held-out set of the last one.
+    """Selects the evaluations on the held-out set of the last one.
 
     A run whose train.steps was raised may evaluate on more targets from there on. The
     losses before and after are of different sets.
