@@ -277,6 +277,8 @@ def damages_for(case: Case, damages: list[str], *, copies: bool) -> list[str]:
         if needs_copies or needs_base or needs_mesh:
             damage = random.Random(f"{SEED} {len(chosen)}").choice(OF_CHECKPOINTS)
         chosen.append(damage)
+    if case.base is not None and BASE not in chosen:
+        chosen[-1] = BASE  # no other case can have it
     return chosen
 
 
@@ -520,6 +522,9 @@ def report(campaign: Campaign, life: PlannedLife) -> None:
     amid = f", amid {', '.join(met['unfinished'])}" if met["unfinished"] else ""
     where = f"{met['phase']} {met['step']}{amid}, process {order.rank}"
     print(f"  {order.number} {order.kind}: {where}; exit code {campaign.codes[-1]}")
+    if not order.delay_s and not order.full:
+        assert met["phase"] == order.phase, met
+        assert met["step"] >= order.step, met
 
 
 def assert_ended(
@@ -691,3 +696,5 @@ def test_a_campaign_has_every_kind_of_fault():
     plans = [planned(name) for name in NAMES]
     ends = {life.order.kind for plan in plans for life in plan.lives}
     assert ends >= ENDS.keys() - {"kill -9 at the end", "SIGTERM at the end"}
+    damages = {life.damage for plan in plans for life in plan.lives}
+    assert damages >= {MESH, BASE, *OF_CHECKPOINTS}
