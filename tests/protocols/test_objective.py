@@ -428,10 +428,13 @@ def test_a_term_of_the_head_s_loss_is_refused_where_the_loss_is_another():
 
 
 @dataclass
-class Mutable(SumObjective):
+class Mutable(TokenObjective):
     """A dataclass that is not frozen: it has no hash."""
 
     weight: float = 1.0
+
+    def sample_loss(self, terms, sample):
+        raise AssertionError("it is refused before")
 
 
 def test_an_objective_that_may_change_is_refused():

@@ -1,5 +1,7 @@
 """`compose`: a config varied by key, and a run taken apart without effects."""
 
+from dataclasses import dataclass, field
+
 import jax
 import pytest
 
@@ -116,17 +118,14 @@ def compose_of(compute: str) -> compose.Composition:
     return compose.compose(run, shape, compose.model_spec(run))
 
 
+@dataclass(frozen=True)
 class Reading(SumObjective):
     """Reads a field of a batch; all of them have one text."""
 
-    def __init__(self, field):
-        self.field = field
-
-    def __repr__(self):
-        return "Reading"
+    name: str = field(repr=False)
 
     def sample_loss(self, terms, sample):
-        assert sample[self.field] is not None
+        assert sample[self.name] is not None
         return super().sample_loss(terms, sample)
 
 
@@ -140,6 +139,7 @@ def test_a_model_is_checked_for_each_objective(monkeypatch):
         monkeypatch.setattr(compose, "model_spec", lambda run, build=None: spec)
         validation.validate(run, jax.devices()[:1], with_data=False)
 
+    assert repr(Reading("weights")) == repr(Reading("answers"))
     validate(Reading("weights"))
     with pytest.raises(ConfigError, match="the batch has no 'answers'"):
         validate(Reading("answers"))
