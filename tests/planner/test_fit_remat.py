@@ -205,8 +205,8 @@ def test_train_resolves_it_once(tmp_path, capsys):
     arguments = ["--config", "llama3_8b:tiny", "--workdir", str(tmp_path), *words]
     assert train.main(arguments) == 0
     stored = json.loads((tmp_path / workdir.CONFIG).read_text())["remat"]
-    assert stored["policy"].startswith("save:")
-    assert "offload" not in stored["policy"]
+    # all fits, and this is the usual name of what saves each product of matrices
+    assert stored["policy"] == "dots"
     assert stored["layers"] == 0
     assert stored["fitted"].startswith(f"{stored['policy']} for cpu:8, fsdp 8")
     assert (

@@ -340,9 +340,11 @@ def test_a_search_on_cpu_compiles_what_it_calls_best(tmp_path):
     assert found.exit_code == 0
     assert found.winner.fits
     assert found.winner.compiled.peak_bytes > 0
-    assert 2 <= len(found.compiled) <= 3
-    assert len(said) > 3
-    assert len({one.candidate.text for one in found.compiled}) == len(found.compiled)
+    # arithmetic of two CPU devices counts products of matrices alone: all are as fast
+    assert found.summary["stopped"] == "nothing else can be faster"
+    bounds = [candidate.estimate.bound_s for candidate, _ in found.others]
+    assert min(bounds) >= found.compiled[0].seconds
+    assert len(said) == 1 + 2 * len(found.compiled)
     told = json.loads(json.dumps(found.to_json()))
     assert told["counts"]["layouts"] > 20
     assert told["ranking"][0]["why"] == "the best"
