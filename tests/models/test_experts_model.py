@@ -340,6 +340,9 @@ def check_layout(layout: str, name: str, packed: bool) -> None:
     assert state_leaves == (config.balance in ("bias", "batch"))
 
 
+# By default tests/step/test_expert_balance.py splits a packed batch of such a model
+# over `fsdp`, `expert` and the parts of a step.
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data 8, accumulation 2"])
 @pytest.mark.parametrize("name", ["olmoe"])
 def test_a_layout_changes_nothing(layout, name):

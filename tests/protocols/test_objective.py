@@ -58,7 +58,11 @@ def one_device() -> Result:
     "name",
     [
         pytest.param(
-            name, marks=[pytest.mark.slow] if name in ("four stages", "ring") else []
+            name,
+            # both stages and `once` accumulate, too
+            marks=[pytest.mark.slow]
+            if name in ("accumulation", "four stages", "ring")
+            else [],
         )
         for name in CASES
     ],
@@ -114,7 +118,11 @@ def test_the_loss_of_pairs_is_that_of_a_plain_program():
     assert abs(float(wanted) - np.log(2)) > 0.1
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    # untied: with routers' losses, below
+    "tied",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+)
 def test_cross_entropy_in_three_parts_is_the_default(tied):
     """Chunks that are filled up and a soft cap: the other backward pass is the same."""
     model = replace(MODEL, tie_embeddings=tied, loss_chunk=5, logit_softcap=3.0)

@@ -250,7 +250,12 @@ def test_an_overflow_leaves_the_update_out_and_the_next_one_is_made(name):
     assert worst(jax.device_get(state.trainable), fresh.trainable) > 1e-4
 
 
-@pytest.mark.parametrize("config", [StepConfig(), HALF], ids=["float32", "float16"])
+@pytest.mark.parametrize(
+    "config",
+    # without a scale: tests/step/test_train_step.py
+    [pytest.param(StepConfig(), marks=pytest.mark.slow), HALF],
+    ids=["float32", "float16"],
+)
 def test_a_batch_without_targets_is_no_matter_of_scale(config):
     built, batch = step_of(ONE, MODEL, config), batch_of(MODEL)
     state, metrics = built.step(
@@ -268,20 +273,20 @@ def test_a_run_skips_resumes_bit_for_bit_and_tells_of_no_fault(tmp_path, capsys)
         "checkpoint.every_steps": 18,
         "precision.loss_scale_growth_interval": 3,
         "optimizer.nonfinite_limit": 3,
+        "train.steps": 30,
     }
 
-    def run(name: str, steps: int) -> list[dict]:
-        arguments = runs.command(tmp_path / name, **changes, **{"train.steps": steps})[
-            3:
-        ]
+    def run(name: str) -> list[dict]:
+        arguments = runs.command(tmp_path / name, **changes)[3:]
         assert exit_code.exit_code(lambda: train_command.main(arguments)) == 0, (
             capsys.readouterr().err
         )
         return runs.untimed(read_rows(tmp_path / name))
 
-    whole = run("whole", 30)
-    run("parts", 18)
-    assert run("parts", 30) == whole
+    whole = run("whole")
+    with runs.stopping_after(18):
+        assert len(run("parts")) == 18
+    assert run("parts") == whole
     assert len(whole) == 30
     skips = whole[-1]["loss_scale_skips"]
     assert 10 < skips < 25

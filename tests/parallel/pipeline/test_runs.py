@@ -106,6 +106,11 @@ def check_resume(tmp_path, writers, readers, model):
 
 
 def test_a_checkpoint_knows_no_pipeline(tmp_path):
+    check_resume(tmp_path, ("one", "chunks"), ("one", "chunks"), MODEL)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_eight_layers_knows_no_pipeline(tmp_path):
     check_resume(tmp_path, ("one", "chunks"), ("one", "two", "chunks"), MODEL)
 
 
