@@ -422,7 +422,7 @@ def test_threads_in_calls_that_never_return_are_few_and_told(here, url, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(Copies(url)._fs, "cat_file", lambda *_, **__: over.wait(60))
         write_step(here, 1)
-        with CheckpointManager(here, replace(CONFIG, timeout_s=1)) as store:
+        with CheckpointManager(here, replace(CONFIG, timeout_s=0.3)) as store:
             copier = Copier(Copies(url), store)
             for number in (2, 3, 4):
                 until = time.monotonic() + 30
