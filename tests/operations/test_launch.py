@@ -46,7 +46,6 @@ from support.launches import (
 )
 from support.runs import TINY, command, environment, every_loss, last_step, losses
 
-
 SHORT = 24  # steps of the runs that are started by default
 
 
@@ -250,14 +249,14 @@ def test_a_stop_whose_save_fails_says_what_is_lost(tmp_path, number):
         workdir,
         "--processes",
         number,
-        **(endless | {"checkpoint__every_minutes": 0.03}),
+        **(endless | {"checkpoint__every_minutes": 0.015}),
     ) as agent:
         while not (saved := list_steps(workdir / "checkpoints")):
             assert agent.poll() is None
             time.sleep(0.05)
         for pid in processes(agent).values():
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
-        time.sleep(1)
+        time.sleep(0.4)
         agent.send_signal(signal.SIGTERM)
         finish(agent, workdir, 70)
     (stop,) = events(workdir, "stop")

@@ -193,8 +193,17 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("sizes", "H", "K"), LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("packed", [False, True])
+def layout_cases():
+    """Each layout with packed documents; without, the first by default."""
+    for name, (sizes, H, K) in LAYOUTS.items():
+        for packed in (False, True):
+            default = packed or name == "tensor_divides_kv"
+            marks = [] if default else [pytest.mark.slow]
+            kind = "packed" if packed else "plain"
+            yield pytest.param(sizes, H, K, packed, id=f"{name}-{kind}", marks=marks)
+
+
+@pytest.mark.parametrize(("sizes", "H", "K", "packed"), layout_cases())
 def test_layouts_equal_one_device(sizes, H, K, packed):
     assert jax.device_count() == 8
     q, k, v, w = _arrays(8, 128, H, K, 8)

@@ -3,6 +3,7 @@ layer.
 """
 
 from dataclasses import replace
+from functools import lru_cache
 from types import SimpleNamespace
 
 import jax
@@ -30,7 +31,17 @@ from jaxdist.step.train_step import build_train_step
 from jaxdist.step.update import offload_obstacle
 from jaxdist.trainer import exit_code, validation
 from support import pipelines, runs
-from support.models import FSDP, MIXED, OPTIMIZER, TINY, Layout, batch_of, step_of
+from support.models import (
+    FAST_COMPILE,
+    FSDP,
+    MIXED,
+    OPTIMIZER,
+    TINY,
+    Layout,
+    batch_of,
+    init_of,
+    step_of,
+)
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
 
@@ -39,15 +50,25 @@ DEVICE, HOST = "device", "pinned_host"
 MODEL = replace(TINY, num_layers=3)
 
 
+@lru_cache
+def first_of(layout: Layout, config: StepConfig, optimizer: OptimizerConfig) -> State:
+    """Returns the state before the first step, as numpy arrays."""
+    return jax.device_get(init_of(layout, MODEL, config, optimizer)())
+
+
 def steps_of(
     layout: Layout,
     config: StepConfig,
     optimizer: OptimizerConfig = OPTIMIZER,
     batches=None,
 ):
-    """Returns the state and each step's metrics after some steps, as numpy arrays."""
+    """Returns the state and each step's metrics after some steps, as numpy arrays.
+
+    They begin with the state of a step without `moments_in`, which is made once.
+    """
     built = step_of(layout, MODEL, config, optimizer)
-    state, rows = built.init(), []
+    first = first_of(layout, replace(config, moments_in=None), optimizer)
+    state, rows = jax.device_put(first, built.shardings), []
     for batch in batches or [batch_of(MODEL)] * STEPS:
         state, metrics = built.step(
             state, jax.device_put(batch, built.batch_shardings(batch))
@@ -152,11 +173,16 @@ def test_stages_of_a_pipeline_update_their_layers_and_save_them_flat():
     )
     batch = pipelines.batch_for(case)
 
+    alone = case._replace(stages=1, fsdp=1, chunks=1, schedule="1f1b")
+    first = pipelines.build(alone).init.lower().compile(FAST_COMPILE)()
+    first = jax.device_get(first)
+
     def flat_after_steps(
         case: pipelines.Case, moments_in: str | None
     ) -> tuple[State, State]:
         built = pipelines.build(case, moments_in=moments_in)
-        state = built.init()
+        where = jax.tree.map(lambda x: x.sharding, built.views.abstract)
+        state = built.views.by_stage(jax.device_put(first, where))
         for _ in range(3):
             state, _ = built.step(
                 state, jax.device_put(batch, built.batch_shardings(batch))
@@ -172,9 +198,7 @@ def test_stages_of_a_pipeline_update_their_layers_and_save_them_flat():
         assert {x.sharding.memory_kind for x in moments} == {HOST}
     on_device, _ = flat_after_steps(case, DEVICE)
     assert_same(jax.device_get(flat), jax.device_get(on_device))
-    one, _ = flat_after_steps(
-        case._replace(stages=1, fsdp=1, chunks=1, schedule="1f1b"), None
-    )
+    one, _ = flat_after_steps(alone, None)
     for a, b in zip(
         jax.tree.leaves(flat.trainable), jax.tree.leaves(one.trainable), strict=True
     ):
@@ -205,13 +229,14 @@ def test_adapters_update_the_same_on_both_sides(config):
         build_rules(config, resolve_mesh(config, 8)),
         build_schedule(OPTIMIZER, 1000, 8),
     )
-    batch, states = batch_of(MODEL), []
+    batch, states, first = batch_of(MODEL), [], None
     for kind in (HOST, DEVICE):
         step = StepConfig(moments_in=kind, staging=cut)
         built = build_train_step(
             spec, OPTIMIZER, schedule, build_mesh(config), rules, step
         )
-        state = built.init()
+        first = jax.device_get(built.init()) if first is None else first
+        state = jax.device_put(first, built.shardings)
         for _ in range(STEPS):
             state, _ = built.step(
                 state, jax.device_put(batch, built.batch_shardings(batch))
