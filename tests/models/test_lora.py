@@ -66,6 +66,7 @@ from support.models import (
     Layout,
     batch_of,
     bitwise_equal,
+    fresh,
     program_of,
     rules_and_mesh,
     spec_of,
@@ -499,7 +500,7 @@ def compare(way, reference):
 def test_in_bfloat16_losses_fall():
     how = StepConfig(compute="bfloat16", remat="full")
     built = step_with(replace(LORA, base="nf4"), ONE, how, optimizer=OPTIMIZER)
-    state, batch = built.init(), batch_of(MODEL)
+    state, batch = fresh(built), batch_of(MODEL)
     placed, losses = jax.device_put(batch, built.batch_shardings(batch)), []
     for _ in range(8):
         state, metrics = built.step(state, placed)

@@ -33,6 +33,7 @@ from support.models import (
     TINY,
     Layout,
     batch_of,
+    fresh,
     init_of,
     rules_and_mesh,
     run,
@@ -347,7 +348,7 @@ def test_a_rule_renames_for_the_op_what_it_renames_for_storage(which, monkeypatc
         spec, OPTIMIZER, build_schedule(OPTIMIZER, 1000, 8), mesh, table, StepConfig()
     )
     state, batch = (
-        built.init(),
+        fresh(built),
         jax.device_put(batch_of(), built.batch_shardings(batch_of())),
     )
     program = built.inspect.lower(state, batch)
@@ -374,7 +375,7 @@ def test_rules_hold_in_a_pipeline(which):
         spec, OPTIMIZER, schedule, build_mesh(sizes), table, StepConfig(staging=cut)
     )
     state, batch = (
-        built.init(),
+        fresh(built),
         jax.device_put(batch_of(), built.batch_shardings(batch_of())),
     )
     inspect = built.inspect.lower(state, batch).compile(FAST_COMPILE)

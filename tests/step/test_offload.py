@@ -39,6 +39,7 @@ from support.models import (
     TINY,
     Layout,
     batch_of,
+    fresh,
     init_of,
     step_of,
 )
@@ -56,6 +57,11 @@ def first_of(layout: Layout, config: StepConfig, optimizer: OptimizerConfig) -> 
     return jax.device_get(init_of(layout, MODEL, config, optimizer)())
 
 
+def placed(first: State, shardings: State) -> State:
+    """Puts a copy on the devices, which a step may overwrite."""
+    return jax.device_put(jax.tree.map(np.copy, first), shardings)
+
+
 def steps_of(
     layout: Layout,
     config: StepConfig,
@@ -68,7 +74,7 @@ def steps_of(
     """
     built = step_of(layout, MODEL, config, optimizer)
     first = first_of(layout, replace(config, moments_in=None), optimizer)
-    state, rows = jax.device_put(first, built.shardings), []
+    state, rows = placed(first, built.shardings), []
     for batch in batches or [batch_of(MODEL)] * STEPS:
         state, metrics = built.step(
             state, jax.device_put(batch, built.batch_shardings(batch))
@@ -137,7 +143,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_clock():
     assert_same((after.trainable, after.ema), (before.trainable, before.ema))
     assert after.step == 2
     assert {
-        leaf.sharding.memory_kind for leaf in jax.tree.leaves(built.init().ema)
+        leaf.sharding.memory_kind for leaf in jax.tree.leaves(fresh(built).ema)
     } == {DEVICE, HOST}
 
 
@@ -148,8 +154,8 @@ def test_evaluation_and_fingerprints_read_an_average_on_the_host():
     )
     plain = step_of(FSDP, MODEL, StepConfig(ema_decay=0.9))
     state, other, placed = (
-        built.init(),
-        plain.init(),
+        fresh(built),
+        fresh(plain),
         jax.device_put(batch, built.batch_shardings(batch)),
     )
     assert float(built.evaluate(state, placed)[0]) == float(
@@ -182,7 +188,7 @@ def test_stages_of_a_pipeline_update_their_layers_and_save_them_flat():
     ) -> tuple[State, State]:
         built = pipelines.build(case, moments_in=moments_in)
         where = jax.tree.map(lambda x: x.sharding, built.views.abstract)
-        state = built.views.by_stage(jax.device_put(first, where))
+        state = built.views.by_stage(placed(first, where))
         for _ in range(3):
             state, _ = built.step(
                 state, jax.device_put(batch, built.batch_shardings(batch))
@@ -235,8 +241,8 @@ def test_adapters_update_the_same_on_both_sides(config):
         built = build_train_step(
             spec, OPTIMIZER, schedule, build_mesh(config), rules, step
         )
-        first = jax.device_get(built.init()) if first is None else first
-        state = jax.device_put(first, built.shardings)
+        first = jax.device_get(fresh(built)) if first is None else first
+        state = placed(first, built.shardings)
         for _ in range(STEPS):
             state, _ = built.step(
                 state, jax.device_put(batch, built.batch_shardings(batch))

@@ -14,7 +14,7 @@ from jaxdist.checkpoint.folders import read_step
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.pipeline.schedules import table as schedules
-from support.models import FAST_COMPILE, bitwise_equal
+from support.models import FAST_COMPILE, bitwise_equal, fresh
 from support.pipelines import MODEL, SEVEN, Case, batch_for, build
 from support.runs import overrides, refused
 
@@ -60,7 +60,7 @@ def saved(folder, way: str, model=MODEL):
     it.
     """
     built = built_and_compiled(way, model)[0]
-    state, losses = steps(way, built.init(), 2, model)
+    state, losses = steps(way, fresh(built), 2, model)
     with CheckpointManager(folder, CheckpointConfig(asynchronous=False)) as store:
         store.save(2, built.views.flat(state), {})
         store.wait()
