@@ -75,6 +75,8 @@ def words(text: Path, **changes) -> list[str]:
         "train.sample_tokens": 0,
         "batch.sequence_length": 16,
         "checkpoint.every_steps": 2,
+        # of a pipeline it more than doubles the program, and nothing here is about it
+        "model.dropout": 0.0,
     }
     settings |= {key.replace("__", "."): value for key, value in changes.items()}
     flags = [
