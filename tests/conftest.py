@@ -121,10 +121,12 @@ def pytest_configure(config) -> None:
 
 def pytest_collection_finish() -> None:
     """Spares 10 % of all CPU time: what is imported now stays, and tracing makes much
-    and few cycles. Describes each model of ours once.
+    and few cycles. Describes each model of ours once, and compiles `init` quickly.
     """
     if "jaxdist.trainer.compose" in sys.modules:
         importlib.import_module("support.shared_specs").share()
+        if "xla_backend_optimization_level=0" in os.environ.get("XLA_FLAGS", ""):
+            importlib.import_module("support.quick_init").install()
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)  # by default 700, 10, 10

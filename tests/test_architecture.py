@@ -475,6 +475,7 @@ def test_the_command_lists_suggests_and_dispatches():
 # --- the tests themselves -------------------------------------------------------------
 
 
+@functools.cache
 def modules_of_tests() -> list[Path]:
     """Returns all modules of the tests; tests/data is data, with the programs that made
     it.

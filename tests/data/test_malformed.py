@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist.config import ConfigError
-from jaxdist.data import DataConfig, SourceError, bpe, open_dataset
+from jaxdist.data import DataConfig, SourceError, bpe, open_dataset, token_cache
 from jaxdist.data.sources.documents import Corpus, Document
 from jaxdist.data.sources.megatron import open_megatron
 from jaxdist.data.sources.table import SOURCES
@@ -343,13 +343,14 @@ def test_any_flipped_bit_of_the_token_cache_is_found_and_mended(tmp_path):
     check()
 
 
-def test_a_large_cache_is_checked_in_the_background(tmp_path):
-    (tmp_path / "a.txt").write_text("0123456789abcde\n" * (5 << 20))  # 80 MiB
+def test_a_large_cache_is_checked_in_the_background(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_cache, "_CHECKED_BYTES", 4 << 20)
+    (tmp_path / "a.txt").write_text("0123456789abcde\n" * (5 << 16))  # 5 MiB
     options = {"source": "text", "path": str(tmp_path / "a.txt"), "validation_share": 0}
     whole = opened(tmp_path / "cache", **options)
     (tokens,) = (tmp_path / "cache").glob("tokens-*/tokens.bin")
     with tokens.open("r+b") as file:
-        file.seek((64 << 20) + 12345)
+        file.seek((4 << 20) + 12345)
         file.write(b"!")
     damaged = opened(tmp_path / "cache", lines := [], **options)
     assert not any("damaged" in line for line in lines)
@@ -359,7 +360,7 @@ def test_a_large_cache_is_checked_in_the_background(tmp_path):
         time.sleep(0.01)
     with pytest.raises(
         SourceError,
-        match="tokens.bin: the 64 MiB from byte 67108864 are not what was written",
+        match="tokens.bin: the 4 MiB from byte 4194304 are not what was written",
     ):
         damaged.train_batch(0, 2)
     again = opened(tmp_path / "cache", lines, **options)

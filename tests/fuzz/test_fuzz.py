@@ -17,7 +17,7 @@ from random import Random
 import pytest
 
 from support.paths import ROOT, TESTS
-from support.runs import environment, train
+from support.runs import environment, train_here
 
 SEED = os.environ.get("FUZZ_SEED", "0")
 SLOW_INPUTS = int(os.environ.get("FUZZ_INPUTS", "20000"))
@@ -49,7 +49,8 @@ WALL_S = 150  # for an answer: the program itself limits a reader's processor ti
 def run_fixture(tmp_path_factory) -> Path:
     """Returns the workdir of a small run with two checkpoints."""
     workdir = tmp_path_factory.mktemp("sound") / "run"
-    train(workdir, train__steps=6, checkpoint__every_steps=3, train__sample_tokens=8)
+    steps = {"train__steps": 6, "checkpoint__every_steps": 3}
+    assert train_here(workdir, **steps, train__sample_tokens=8) == 0
     return workdir
 
 

@@ -16,7 +16,7 @@ from jaxdist.models.rotary import rotary_frequencies
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.step.step_config import StepConfig
 from support.huggingface import MESH, compare
-from support.models import ONE, TINY, Layout, batch_of, model_of, step_of
+from support.models import ONE, TINY, Layout, batch_of, fresh, model_of, step_of
 from support.paths import DATA
 
 # made by make.py beside it
@@ -148,7 +148,7 @@ def test_sequences_split_over_devices_have_the_tables_of_whole_ones():
     for layout in (ONE, Layout(4, context=4)):
         built, batch = step_of(layout, config, StepConfig()), batch_of(config, 4, 32)
         batch = jax.device_put(batch, built.batch_shardings(batch))
-        losses.append(float(built.inspect(built.init(), batch)[1]["loss"]))
+        losses.append(float(built.inspect(fresh(built), batch)[1]["loss"]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 

@@ -480,7 +480,7 @@ def test_a_run_that_ends_with_skipped_updates_has_failed(tmp_path):
 AT_STEP = """
 import os, signal
 def given(step):
-    if step == 100 and os.environ["JAXDIST_PROCESS_ID"] == "1":
+    if step == 20 and os.environ["JAXDIST_PROCESS_ID"] == "1":
         FAULT
     return dict(x=x[:64], y=y[:64])
 """

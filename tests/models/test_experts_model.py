@@ -29,7 +29,7 @@ from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.trainer import run_config, step_lines, validation
 from jaxdist.verification import runner
-from support.models import FAST_COMPILE, TINY, model_of, worst
+from support.models import FAST_COMPILE, TINY, fresh, model_of, worst
 from support.pipelines import Case, batch_for, build
 from support.runs import losses, train, train_and_kill
 
@@ -295,7 +295,7 @@ def observed(case: Case):
     moved.
     """
     built = build(case)
-    flat = built.views.flat(built.init())
+    flat = built.views.flat(fresh(built))
     moved = jax.tree.map(
         lambda x: (
             np.asarray(x)
@@ -340,6 +340,9 @@ def check_layout(layout: str, name: str, packed: bool) -> None:
     assert state_leaves == (config.balance in ("bias", "batch"))
 
 
+# By default tests/step/test_expert_balance.py splits a packed batch of such a model
+# over `fsdp`, `expert` and the parts of a step.
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data 8, accumulation 2"])
 @pytest.mark.parametrize("name", ["olmoe"])
 def test_a_layout_changes_nothing(layout, name):
@@ -359,7 +362,7 @@ def test_no_layout_changes_anything(layout, name, packed):
 def test_sums_are_counted_once_whatever_is_computed_again(remat):
     case = Case(stages=1, model=LAYERS["plain"])
     built = build(case, remat=remat)
-    state, batch = built.init(), batch_for(case)
+    state, batch = fresh(built), batch_for(case)
     _, metrics, gradients = jax.device_get(built.inspect(state, batch))
     _, expected, of_dots = jax.device_get(build(case).inspect(state, batch))
     assert worst(metrics, expected) < 1e-6

@@ -2,6 +2,8 @@
 out as PEFT files.
 """
 
+import contextlib
+import io
 import itertools
 import json
 import re
@@ -9,6 +11,8 @@ import shlex
 import shutil
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,11 +66,13 @@ from support.models import (
     Layout,
     batch_of,
     bitwise_equal,
+    fresh,
     program_of,
     rules_and_mesh,
     spec_of,
     worst,
 )
+from support.runs import stopping_after
 from support.weight_sources import parsed
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
@@ -494,7 +500,7 @@ def compare(way, reference):
 def test_in_bfloat16_losses_fall():
     how = StepConfig(compute="bfloat16", remat="full")
     built = step_with(replace(LORA, base="nf4"), ONE, how, optimizer=OPTIMIZER)
-    state, batch = built.init(), batch_of(MODEL)
+    state, batch = fresh(built), batch_of(MODEL)
     placed, losses = jax.device_put(batch, built.batch_shardings(batch)), []
     for _ in range(8):
         state, metrics = built.step(state, placed)
@@ -563,7 +569,8 @@ def trained(text, base, folder, **changes) -> list[float]:
 def trained_in_parts(text, folder) -> list[float]:
     """Trains for 3 steps, and for 3 more without the model that it began with."""
     base = shutil.copytree(SMOLLM, folder.parent / "base")
-    trained(text, base, folder, train__steps=3)
+    with stopping_after(3):
+        assert len(trained(text, base, folder)) == 3
     shutil.rmtree(base)  # the checkpoint has all
     return trained(text, base, folder)
 
@@ -572,22 +579,37 @@ def opened(folder):
     return loading.load_run(folder, devices=jax.devices()[:2], log=lambda line: None)
 
 
-def test_a_run_resumes_bit_for_bit(text, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert trained(text, SMOLLM, whole) == trained_in_parts(text, parts)
-    again, run = opened(parts), opened(whole)
+class Parts(NamedTuple):
+    """A run that was stopped half way and went on."""
+
+    folder: Path
+    losses: list[float]
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def parts(text, tmp_path_factory, shared_steps) -> Parts:
+    folder = tmp_path_factory.mktemp("parts") / "run"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        losses = trained_in_parts(text, folder)
+    return Parts(folder, losses, printed.getvalue())
+
+
+def test_a_run_resumes_bit_for_bit(text, parts, tmp_path):
+    whole = tmp_path / "whole"
+    assert trained(text, SMOLLM, whole) == parts.losses
+    again, run = opened(parts.folder), opened(whole)
     assert bitwise_equal(again.state.trainable, run.state.trainable)
     assert bitwise_equal(again.state.frozen, run.state.frozen)
 
 
 def test_a_run_resumes_and_goes_out_merged_and_as_peft(
-    text, tmp_path, capsys, monkeypatch
+    text, parts, tmp_path, monkeypatch
 ):
-    whole = tmp_path / "whole"
-    losses = trained_in_parts(text, whole)
+    whole, losses = parts.folder, parts.losses
     assert len(losses) == 6
     assert losses[-1] < losses[0]
-    assert COUNTS in capsys.readouterr().out
+    assert COUNTS in parts.printed
     run = opened(whole)
     (sample,) = run.generate(["the in"], max_tokens=3)[0]
     assert sample.text.startswith("the in")

@@ -229,7 +229,10 @@ def test_scans_give_what_layers_one_after_another_give(name):
     for (kind, layer), expected in zip(in_order(model), kinds, strict=False):
         assert kind == expected
         assert type(layer.attention) is MIXERS[kind]
-    expected = one_by_one(model, batch)
+    alone = jax.jit(
+        lambda batch: one_by_one(model, batch), compiler_options=FAST_COMPILE
+    )
+    expected = alone(batch)
     assert worst(forward_of(name), expected) < 1e-5
     # a model with attention alone is another one
     mean = [layer for kind, layer in in_order(model) if kind == MEAN]
@@ -286,7 +289,10 @@ def test_each_part_gets_its_own_stats(monkeypatch):
         layer_pattern=(COUNTING, COUNTING, "global"),
     )
     model, batch = model_of(config), batch_for(Case(model=config))
-    stats = jax.jit(lambda batch: model.loss(batch, None).stats)(batch)
+    stats_of = jax.jit(
+        lambda batch: model.loss(batch, None).stats, compiler_options=FAST_COMPILE
+    )
+    stats = stats_of(batch)
     # [groups, layers of a group that give it, ...]
     np.testing.assert_array_equal(stats[TOKENS], np.full((2, 2), 16 * 16))
     assert stats[experts.LOAD].shape == (2, 2, 4)

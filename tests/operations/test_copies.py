@@ -27,7 +27,7 @@ from jaxdist.operations.copies.copies import Copies, Foreign, Unreadable, fetch_
 from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import workdir as workdir_files
 from jaxdist.trainer.run_config import RunConfig
-from support.runs import TINY, run_of
+from support.runs import TINY, run_of, stopping_after
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
 
@@ -422,7 +422,7 @@ def test_threads_in_calls_that_never_return_are_few_and_told(here, url, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(Copies(url)._fs, "cat_file", lambda *_, **__: over.wait(60))
         write_step(here, 1)
-        with CheckpointManager(here, replace(CONFIG, timeout_s=1)) as store:
+        with CheckpointManager(here, replace(CONFIG, timeout_s=0.3)) as store:
             copier = Copier(Copies(url), store)
             for number in (2, 3, 4):
                 until = time.monotonic() + 30
@@ -905,7 +905,8 @@ def events_of(workdir, name: str) -> list[int]:
 def test_a_run_goes_on_bit_for_bit_from_its_copies(tmp_path, capsys, url):
     whole, workdir = tmp_path / "whole", tmp_path / "run"
     assert run(whole) == 0
-    assert run(workdir, **{"train.steps": 7, "checkpoint.copy_to": url}) == 0
+    with stopping_after(7):
+        assert run(workdir, **{"checkpoint.copy_to": url}) == 0
     assert sorted(events_of(workdir, "checkpoint_copied")) == [5, 7]
     for step in (5, 7):
         flip_a_bit(workdir / "checkpoints" / str(step))

@@ -46,17 +46,29 @@ from support.launches import (
 )
 from support.runs import TINY, command, environment, every_loss, last_step, losses
 
+SHORT = 24  # steps of the runs that are started by default
+
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory) -> Path:
     """Returns the workdir of an uninterrupted run by two processes."""
+    return straight_run_of_two(tmp_path_factory, SHORT)
+
+
+@pytest.fixture(scope="module")
+def long_straight(tmp_path_factory) -> Path:
+    """Returns that of a run that is long enough to be ended several times."""
+    return straight_run_of_two(tmp_path_factory, STEPS)
+
+
+def straight_run_of_two(tmp_path_factory, steps: int) -> Path:
     workdir = tmp_path_factory.mktemp("straight") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(workdir.parent / "cache"))
         patch.setenv("JAX_DEBUG_LOG_MODULES", "jax._src.compiler")
         # with no level set, jax's own handler prints nothing
         patch.setenv("JAX_LOGGING_LEVEL", "WARNING")
-        agent = start(workdir, "--processes", "2")
+        agent = start(workdir, "--processes", "2", train__steps=steps)
     with ended(agent):
         wait_for_step(agent, workdir, 1)
         heard = [
@@ -73,7 +85,7 @@ def straight(tmp_path_factory) -> Path:
 
 
 def test_launch_trains_with_several_processes(straight):
-    assert len(losses(straight)) == STEPS
+    assert len(losses(straight)) == SHORT
     (begun,) = events(straight, "start")
     assert (begun["processes"], begun["devices"]) == (2, 4)
     said = output(straight)
@@ -98,7 +110,8 @@ def test_killed_and_shrunk_a_run_ends_the_same(straight, tmp_path, monkeypatch):
     workdir, capacity = tmp_path / "run", tmp_path / "capacity"
     capacity.write_text("2")
     flags = ["--min-processes", "1", "--capacity-file", str(capacity)]
-    with launched(workdir, "--processes", "2", *flags) as agent:
+    short = {"train__steps": SHORT}
+    with launched(workdir, "--processes", "2", *flags, **short) as agent:
         wait_for_step(agent, workdir, 8)
         same = every_loss(workdir)
         capacity.write_text("1")
@@ -111,6 +124,7 @@ def test_killed_and_shrunk_a_run_ends_the_same(straight, tmp_path, monkeypatch):
     assert len(same) >= 8
     assert all(values == {reference[step]} for step, values in same.items())
     check_shrunk(workdir, reference)
+    assert len(reference) == SHORT
 
 
 def check_shrunk(workdir: Path, reference: dict[int, float]) -> None:
@@ -125,13 +139,13 @@ def check_shrunk(workdir: Path, reference: dict[int, float]) -> None:
         json.loads((workdir / "config.json").read_text())["batch"]["accumulation"] == 1
     )
     assert losses(workdir) == pytest.approx(reference, rel=1e-5)
-    assert len(reference) == STEPS
 
 
 @pytest.mark.slow
 def test_preempted_killed_and_shrunk_a_run_ends_the_same(
-    straight, tmp_path, monkeypatch
+    long_straight, tmp_path, monkeypatch
 ):
+    straight = long_straight
     # the same step
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(straight.parent / "cache"))
     workdir, capacity = tmp_path / "run", tmp_path / "capacity"
@@ -176,6 +190,7 @@ def test_preempted_killed_and_shrunk_a_run_ends_the_same(
     assert len(same) > 10
     assert all(values == {reference[step]} for step, values in same.items())
     check_shrunk(workdir, reference)
+    assert len(reference) == STEPS
 
 
 @pytest.mark.slow
@@ -207,7 +222,8 @@ def test_processes_that_see_different_checkpoint_folders_do_not_start(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_pass_over_folders_that_are_no_steps(straight, tmp_path):
+def test_two_processes_pass_over_folders_that_are_no_steps(long_straight, tmp_path):
+    straight = long_straight
     workdir = shutil.copytree(straight, tmp_path / "run")
     checkpoints = workdir / "checkpoints"
     shutil.rmtree(checkpoints / str(STEPS))
@@ -228,19 +244,20 @@ def test_a_stop_whose_save_fails_says_what_is_lost(tmp_path, number):
         "train__steps": 100_000,
         "train__log_every": 10_000,
         "checkpoint__every_steps": 0,
+        "model__dropout": 0.0,  # it compiles in less time
     }
     with launched(
         workdir,
         "--processes",
         number,
-        **(endless | {"checkpoint__every_minutes": 0.03}),
+        **(endless | {"checkpoint__every_minutes": 0.015}),
     ) as agent:
         while not (saved := list_steps(workdir / "checkpoints")):
             assert agent.poll() is None
             time.sleep(0.05)
         for pid in processes(agent).values():
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
-        time.sleep(1)
+        time.sleep(0.4)
         agent.send_signal(signal.SIGTERM)
         finish(agent, workdir, 70)
     (stop,) = events(workdir, "stop")

@@ -23,6 +23,7 @@ from jaxdist.distributed.cluster import ClusterInfo, find_cluster, first_host
 from jaxdist.distributed.local_devices import device_environment, visible_gpus
 from jaxdist.distributed.stop_signals import stop_signals
 from jaxdist.operations.launch import growth
+from jaxdist.operations.launch import supervisor as supervisor_module
 from jaxdist.operations.launch.run_progress import (
     ProgressReader,
     default_workdir,
@@ -51,6 +52,12 @@ def write_step(step):
     with open(folder + "/run/metrics.jsonl", "a") as rows: rows.write('{"step": %d, "loss": 1.0}\\n' % step)
 def kill_me(): os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+@pytest.fixture(autouse=True)
+def _short_delays(monkeypatch):
+    """Delays of a hundredth before restarts without progress."""
+    monkeypatch.setattr(supervisor_module, "_BACKOFF_S", 0.005)
 
 
 def script(folder: Path, text: str) -> list[str]:
@@ -167,7 +174,7 @@ def test_who_is_at_fault_may_say_so_though_another_ends_first(tmp_path, code, ca
 def test_the_end_of_a_process_that_is_not_at_fault_is_a_loss_where_no_other_ends(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("jaxdist.operations.launch.supervisor._CAUSE_S", 0.2)
+    monkeypatch.setattr(supervisor_module, "_CAUSE_S", 0.2)
     code, said = supervise(
         tmp_path, "sys.exit(70) if rank else time.sleep(100)", max_restarts=0
     )
@@ -493,7 +500,7 @@ def test_a_group_stays_as_it_is(tmp_path, at_once, why):
         text = text.replace(
             "write_step(1)", 'os.remove(folder + "/capacity"); write_step(1)'
         )
-    text = text.replace("range(200)", "range(8)").replace("END", "sys.exit(75)")
+    text = text.replace("range(200)", "range(5)").replace("END", "sys.exit(75)")
     code, said, sizes = grown(tmp_path, text, capacity, **options)
     assert (code, sizes) == (0, [1])
     assert "are asked" not in said
@@ -603,9 +610,12 @@ def test_a_minimum_of_0_never_grows():
 
 def test_an_agent_of_several_leaves_restarts_to_the_scheduler(tmp_path):
     agents = ClusterInfo("Slurm", 3, 1, "node7", 61500)
-    code, said = supervise(
-        tmp_path, "time.sleep(2 if rank == 2 else 60); kill_me()", agents=agents
-    )
+    text = """
+while rank == 2 and len(open(folder + "/starts").readlines()) < 2: time.sleep(0.01)
+if rank != 2: time.sleep(60)
+kill_me()
+"""
+    code, said = supervise(tmp_path, text, agents=agents)
     assert code == 70
     assert "starting 2 processes of 6" in said
     found = starts(tmp_path)

@@ -75,7 +75,14 @@ def reference() -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(function(state))]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        # the last policy saves names, too
+        pytest.param(policy, marks=[pytest.mark.slow] if policy == POLICIES[2] else [])
+        for policy in POLICIES
+    ],
+)
 def test_gradients_do_not_depend_on_the_policy(policy):
     function, state = gradients(policy)
     moved = str(function.trace(state).jaxpr).count("device_put[")
@@ -95,7 +102,15 @@ PARTS = (
 )
 
 
-@pytest.mark.parametrize("config", PARTS, ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        PARTS[0],
+        pytest.param(PARTS[1], marks=pytest.mark.slow),
+        PARTS[2],  # in the last layers, too
+    ],
+    ids=str,
+)
 def test_gradients_do_not_depend_on_which_layers_are_computed_again(config):
     function, state = gradients(config)
     for found, expected in zip(

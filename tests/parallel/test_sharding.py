@@ -33,6 +33,7 @@ from support.models import (
     TINY,
     Layout,
     batch_of,
+    fresh,
     init_of,
     rules_and_mesh,
     run,
@@ -315,7 +316,8 @@ def names_stored(spec):
 
 def ruled(which, layout=Layout(4, data=2, tensor=2)):  # noqa: B008 (immutable)
     """Returns the spec under rules, once it is sure that they change what is stored."""
-    spec = describe(lambda rngs: Transformer(TINY, rngs=rngs), rules=RENAMED[which])
+    rules = sum(RENAMED.values(), ()) if which == "all" else RENAMED[which]
+    spec = describe(lambda rngs: Transformer(TINY, rngs=rngs), rules=rules)
     table, _ = rules_and_mesh(layout)
     before, after = (
         {p.path: p.stored for p in placement.place(s.named_parameters(), table)}
@@ -325,7 +327,10 @@ def ruled(which, layout=Layout(4, data=2, tensor=2)):  # noqa: B008 (immutable)
     return spec
 
 
-@pytest.mark.parametrize("which", RENAMED)
+@pytest.mark.parametrize(
+    "which",
+    ["all", *(pytest.param(one, marks=pytest.mark.slow) for one in RENAMED)],
+)
 def test_a_rule_renames_for_the_op_what_it_renames_for_storage(which, monkeypatch):
     layout, asked = Layout(4, data=2, tensor=2), set()
     spec = ruled(which, layout)
@@ -343,7 +348,7 @@ def test_a_rule_renames_for_the_op_what_it_renames_for_storage(which, monkeypatc
         spec, OPTIMIZER, build_schedule(OPTIMIZER, 1000, 8), mesh, table, StepConfig()
     )
     state, batch = (
-        built.init(),
+        fresh(built),
         jax.device_put(batch_of(), built.batch_shardings(batch_of())),
     )
     program = built.inspect.lower(state, batch)
@@ -357,7 +362,10 @@ def test_a_rule_renames_for_the_op_what_it_renames_for_storage(which, monkeypatc
     assert worst(gradients, one.gradients) < 1e-5
 
 
-@pytest.mark.parametrize("which", ["up", "tables"])
+@pytest.mark.parametrize(
+    "which",
+    ["all", *(pytest.param(one, marks=pytest.mark.slow) for one in ("up", "tables"))],
+)
 def test_rules_hold_in_a_pipeline(which):
     spec, sizes = ruled(which), MeshConfig(pipeline=2, tensor=2, data=2)
     cut = Staging(PipelineConfig(microbatches=2), spec.depth, 2)
@@ -367,7 +375,7 @@ def test_rules_hold_in_a_pipeline(which):
         spec, OPTIMIZER, schedule, build_mesh(sizes), table, StepConfig(staging=cut)
     )
     state, batch = (
-        built.init(),
+        fresh(built),
         jax.device_put(batch_of(), built.batch_shardings(batch_of())),
     )
     inspect = built.inspect.lower(state, batch).compile(FAST_COMPILE)

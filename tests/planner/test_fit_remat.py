@@ -4,6 +4,7 @@ does with it.
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import jax
 import pytest
@@ -30,17 +31,19 @@ def asked(**changes) -> RunConfig:
     return run_of("llama3_8b:tiny", **SIZES | changes)
 
 
+@cache
+def bytes_of(on: str, policy: str) -> float:
+    whole = policies.Policies(asked(), targets.parse(on), None)
+    return whole.accounted(RematConfig(policy)).accounted_bytes
+
+
 def weigher(on: str, share: float) -> policies.Policies:
     """Returns the policies where a share of what `full` and `none` differ by may be
     used.
     """
-    target = targets.parse(on)
-    whole = policies.Policies(asked(), target, None)
-    full, none = (
-        whole.accounted(RematConfig(policy)).accounted_bytes
-        for policy in ("full", "none")
-    )
-    return policies.Policies(asked(), target, int(full + share * (none - full)))
+    full, none = bytes_of(on, "full"), bytes_of(on, "none")
+    limit = int(full + share * (none - full))
+    return policies.Policies(asked(), targets.parse(on), limit)
 
 
 @pytest.mark.parametrize(

@@ -357,6 +357,9 @@ def test_a_search_on_cpu_compiles_what_it_calls_best(tmp_path):
     )
 
 
+# By default a search compiles for CPUs (`test_none_fits_is_exit_3_with_the_nearest`), a
+# plan for TPUs (tests/planner/test_plan.py), and results are ranked that were made up.
+@pytest.mark.slow
 @needs_libtpu
 def test_a_search_on_tpu_ranks_by_the_compiler(tmp_path):
     found = search.search(

@@ -25,7 +25,7 @@ from jaxdist.protocols.objective import (
 from jaxdist.step import reduction
 from jaxdist.step.first_state import first_state
 from jaxdist.step.step_config import StepConfig
-from support.models import TINY, Layout, rules_and_mesh, worst
+from support.models import TINY, Layout, fresh, rules_and_mesh, worst
 from support.objectives import (
     MODEL,
     REFERENCE,
@@ -58,7 +58,11 @@ def one_device() -> Result:
     "name",
     [
         pytest.param(
-            name, marks=[pytest.mark.slow] if name in ("four stages", "ring") else []
+            name,
+            # both stages and `once` accumulate, too
+            marks=[pytest.mark.slow]
+            if name in ("accumulation", "four stages", "ring")
+            else [],
         )
         for name in CASES
     ],
@@ -114,7 +118,11 @@ def test_the_loss_of_pairs_is_that_of_a_plain_program():
     assert abs(float(wanted) - np.log(2)) > 0.1
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    # untied: with routers' losses, below
+    "tied",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+)
 def test_cross_entropy_in_three_parts_is_the_default(tied):
     """Chunks that are filled up and a soft cap: the other backward pass is the same."""
     model = replace(MODEL, tie_embeddings=tied, loss_chunk=5, logit_softcap=3.0)
@@ -133,7 +141,7 @@ def test_a_frozen_module_lies_in_the_state_and_stays():
     on = CASES["two stages"]
     spec, batch = spec_for(Preference()), batch_of_pairs()
     built = build(spec, on)
-    state = built.init()
+    state = fresh(built)
     flat = built.views.flat(state)
     names = to_canonical(flat)
     path = "modules/reference/blocks/mlp/up"
@@ -396,7 +404,11 @@ def test_gradients_of_pairs_and_of_routers_are_divided_by_their_own_counts():
         pytest.param(
             case({"data": 2, "expert": 2}, accumulation=2), marks=pytest.mark.slow
         ),
-        case({"data": 2, "fsdp": 2}, accumulation=2, reduce="once"),
+        # summed once: the loss of pairs above, routers in tests/step/test_experts_step.py
+        pytest.param(
+            case({"data": 2, "fsdp": 2}, accumulation=2, reduce="once"),
+            marks=pytest.mark.slow,
+        ),
         case({"pipeline": 2, "context": 2}, microbatches=2),
     ],
 )

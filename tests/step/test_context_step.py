@@ -11,7 +11,17 @@ import pytest
 
 from jaxdist.parallel.remat import RematConfig
 from jaxdist.step.step_config import StepConfig
-from support.models import DEEP, ONE, TINY, Layout, batch_of, program_of, step_of, worst
+from support.models import (
+    DEEP,
+    ONE,
+    TINY,
+    Layout,
+    batch_of,
+    fresh,
+    program_of,
+    step_of,
+    worst,
+)
 from support.programs import collectives
 
 B, S = 8, 128
@@ -55,7 +65,7 @@ def _observed(layout: Layout, accumulation: int = 1, remat: RematConfig | str = 
     batch = _batch()
     placed = jax.device_put(batch, built.batch_shardings(batch))
     assert placed["tokens"].addressable_shards[0].data.shape[1] == 32 // layout.context
-    _, metrics, gradients = built.inspect(built.init(), placed)
+    _, metrics, gradients = built.inspect(fresh(built), placed)
     return jax.device_get((metrics["loss"], gradients))
 
 

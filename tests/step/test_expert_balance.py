@@ -17,7 +17,7 @@ from jaxdist.optim.schedules import build_schedule
 from jaxdist.step.step_config import StepConfig
 from jaxdist.step.train_step import build_train_step
 from support.experts import rules_and_mesh
-from support.models import FAST_COMPILE, TINY, batch_of, spec_of, worst
+from support.models import FAST_COMPILE, TINY, batch_of, fresh, spec_of, worst
 
 E, K, ROWS, LENGTH = 8, 2, 16, 16
 MODEL = dataclasses.replace(
@@ -120,7 +120,7 @@ def compiled(split: Split, model: TransformerConfig):
 def step(split: Split, model: TransformerConfig, padding: int = 0) -> Seen:
     """Returns what a step shows whose state of the balance is not the first one."""
     built, program = compiled(split, model)
-    state, inputs = built.init(), batch(padding)
+    state, inputs = fresh(built), batch(padding)
     moved = jax.tree.map(
         lambda x: (
             np.asarray(x)

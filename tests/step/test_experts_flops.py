@@ -12,7 +12,7 @@ from jaxdist.models.transformer import TransformerConfig
 from jaxdist.ops import experts as ops
 from jaxdist.ops.experts import grouped_matmul
 from jaxdist.telemetry import flops, hlo
-from support.models import FAST_COMPILE, batch_of, spec_of
+from support.models import FAST_COMPILE, batch_of, fresh, spec_of
 from support.pipelines import Case, build
 
 E, K, SAMPLES, LENGTH = 8, 2, 128, 32
@@ -35,7 +35,7 @@ def test_a_step_on_a_cpu_does_the_work_of_the_active_experts(monkeypatch):
         batch_of(MODEL, SAMPLES, LENGTH),
     )
     batch["weights"][:] = 1  # so that the load counts every token
-    text = built.step.lower(built.init(), batch).compile(FAST_COMPILE).as_text()
+    text = built.step.lower(fresh(built), batch).compile(FAST_COMPILE).as_text()
     # The loops over an expert's blocks go round as often as its load needs, here that
     # of the first step.
     assert (

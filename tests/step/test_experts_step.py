@@ -22,7 +22,7 @@ from jaxdist.protocols.model_spec import describe
 from jaxdist.step.step_config import StepConfig
 from jaxdist.step.train_step import build_train_step
 from support.experts import rules_and_mesh
-from support.models import FAST_COMPILE, batch_of, worst
+from support.models import FAST_COMPILE, batch_of, fresh, worst
 
 pytestmark = pytest.mark.slow
 
@@ -143,7 +143,7 @@ def two_steps(name: str | None = None):
         build_schedule(OPTIMIZER, 10, 8),
     )
     built = build_train_step(spec, OPTIMIZER, schedule, mesh, rules, config)
-    state, batch = built.init(), jax.device_put(BATCH, built.batch_shardings(BATCH))
+    state, batch = fresh(built), jax.device_put(BATCH, built.batch_shardings(BATCH))
     inspect = built.inspect.lower(state, batch).compile(FAST_COMPILE)
     state, _, gradients = inspect(state, batch)
     state, metrics, _ = inspect(state, batch)

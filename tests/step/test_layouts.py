@@ -314,7 +314,16 @@ QUICK_LIMITS = {
 }
 
 
-@pytest.mark.parametrize("name", QUICK_LIMITS)
+# the others hold what is sharded and what is computed again
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp 8, full",
+        pytest.param("fsdp 8, none", marks=pytest.mark.slow),
+        "tensor 4 x fsdp 2, full",
+        pytest.param("one device, dots", marks=pytest.mark.slow),
+    ],
+)
 def test_layouts_hold_no_more_than_measured(name):
     layout, remat, limit = QUICK_LIMITS[name]
     program = program_of(layout, QUICK, StepConfig(remat=remat), 8, 256)

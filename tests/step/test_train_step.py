@@ -23,6 +23,7 @@ from support.models import (
     Layout,
     batch_of,
     bitwise_equal,
+    fresh,
     init_of,
     program_of,
     rules_and_mesh,
@@ -225,7 +226,7 @@ def test_a_model_of_someone_else_trains_on_a_mesh():
                 spec, OPTIMIZER, schedule, mesh, rules, StepConfig()
             )
             placed = jax.device_put(batch, built.batch_shardings(batch))
-            found.append(jax.device_get(built.inspect(built.init(), placed)))
+            found.append(jax.device_get(built.inspect(fresh(built), placed)))
     assert found[0][1]["loss"] == pytest.approx(found[1][1]["loss"], rel=1e-6)
     assert worst(found[1][2], found[0][2]) < 1e-5
 
@@ -248,7 +249,7 @@ def test_a_step_is_traced_once_for_its_compilation_and_all_its_calls():
     step = jax.jit(once, donate_argnums=0, out_shardings=(built.shardings, None))
     batch = batch_of()
     step.lower(built.abstract_state, built.abstract_batch(batch)).compile()
-    state, placed = built.init(), jax.device_put(batch, built.batch_shardings(batch))
+    state, placed = fresh(built), jax.device_put(batch, built.batch_shardings(batch))
     for _ in range(3):
         state, metrics = step(state, placed)
     assert state.step == 3

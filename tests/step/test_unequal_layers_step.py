@@ -17,7 +17,7 @@ from jaxdist.parallel.remat import RematConfig
 from jaxdist.step.step_config import StepConfig
 from jaxdist.step.train_step import build_train_step
 from support.experts import rules_and_mesh
-from support.models import FAST_COMPILE, TINY, spec_of, worst
+from support.models import FAST_COMPILE, TINY, fresh, spec_of, worst
 from support.pipelines import Case as Batch
 from support.pipelines import batch_for
 
@@ -105,7 +105,7 @@ def two_steps(name: str | None = None) -> Any:
     built = build_train_step(
         spec, OPTIMIZER, build_schedule(OPTIMIZER, 10, 8), mesh, rules, config
     )
-    state, batch = built.init(), jax.device_put(BATCH, built.batch_shardings(BATCH))
+    state, batch = fresh(built), jax.device_put(BATCH, built.batch_shardings(BATCH))
     inspect = built.inspect.lower(state, batch).compile(FAST_COMPILE)
     state, _, gradients = inspect(state, batch)
     state, metrics, _ = inspect(state, batch)

@@ -1,6 +1,7 @@
 """Objectives with a frozen reference, and the layouts that they are trained on."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -91,6 +92,11 @@ def case(sizes: dict[str, int] | None = None, **options: Any) -> Case:
     return Case(tuple((sizes or {}).items()), **options)
 
 
+@lru_cache
+def _described(model_class: type, config: TransformerConfig) -> ModelSpec:
+    return describe(lambda rngs: model_class(config, rngs=rngs))
+
+
 def spec_for(
     objective: Objective,
     model: TransformerConfig = MODEL,
@@ -98,8 +104,8 @@ def spec_for(
     model_class: type = Transformer,
 ) -> ModelSpec:
     """Returns the spec of a policy for an objective."""
-    spec = describe(lambda rngs: model_class(model, rngs=rngs))
-    frozen = describe(lambda rngs: Transformer(reference, rngs=rngs))
+    spec = _described(model_class, model)
+    frozen = _described(Transformer, reference)
     return spec.trained_for(objective, dict.fromkeys(objective.modules, frozen))
 
 

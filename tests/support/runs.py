@@ -2,17 +2,21 @@
 leave.
 """
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
+from jaxdist import every, library
 from jaxdist import train as train_command
 from jaxdist.checkpoint.folders import read_step
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
@@ -124,6 +128,24 @@ def train_here(workdir: Path, **changes) -> int:
     """
     arguments = command(workdir, **changes)[3:]  # without python -m jaxdist.train
     return exit_code.exit_code(lambda: train_command.main(arguments))
+
+
+@contextlib.contextmanager
+def stopping_after(step: int) -> Iterator[None]:
+    """Lets runs of this process stop after a step, saved and to be resumed.
+
+    A run that were given fewer steps would have another program: they are a constant of
+    it.
+    """
+    honest = library.run_callbacks
+
+    def run_callbacks(*run: object) -> list:
+        stop = every(step, lambda view: view.stop("far enough"))
+        return [*honest(*run), stop]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "run_callbacks", run_callbacks)
+        yield
 
 
 def train_and_kill(workdir: Path, after_step: int, devices: int = 1, **changes) -> None:

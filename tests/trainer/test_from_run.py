@@ -75,6 +75,8 @@ def words(text: Path, **changes) -> list[str]:
         "train.sample_tokens": 0,
         "batch.sequence_length": 16,
         "checkpoint.every_steps": 2,
+        # of a pipeline it more than doubles the program, and nothing here is about it
+        "model.dropout": 0.0,
     }
     settings |= {key.replace("__", "."): value for key, value in changes.items()}
     flags = [
@@ -368,9 +370,16 @@ def test_a_damaged_step_is_passed_over_and_stays(old, text, tmp_path):
     assert files_of(source) == before
 
 
-def test_adapters_on_a_base_run_and_on_adapters(text, tmp_path):
-    base, tuned = tmp_path / "base", tmp_path / "tuned"
-    train(text, base, train__steps=2)
+@pytest.fixture(scope="module")
+def base(text, tmp_path_factory) -> Path:
+    """Returns the workdir of a run of two steps on all devices."""
+    workdir = tmp_path_factory.mktemp("runs") / "base"
+    train(text, workdir, train__steps=2)
+    return workdir
+
+
+def test_adapters_on_a_base_run_and_on_adapters(base, text, tmp_path):
+    tuned = tmp_path / "tuned"
     source = final_arrays(base, 2)
     lora = {
         "lora__rank": 4,
@@ -407,10 +416,8 @@ def test_adapters_on_a_base_run_and_on_adapters(text, tmp_path):
     assert "lora.rank=4" in str(error.value)
 
 
-def test_a_quantised_base_is_made_of_a_base_run(text, tmp_path):
+def test_a_quantised_base_is_made_of_a_base_run(base, text, tmp_path):
     pytest.importorskip("qwix", reason="extra lora")
-    base = tmp_path / "base"
-    train(text, base, train__steps=2)
     on = parsed(
         text,
         tmp_path / "new",
@@ -571,7 +578,14 @@ def test_a_branch_with_the_optimizer_is_the_source_going_on(whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("function", marks=pytest.mark.slow), "arrays", "iterator"]
+    "kind",
+    [
+        # a function of the step: by the tests around this one
+        pytest.param("function", marks=pytest.mark.slow),
+        # places in arrays are functions of the step, too
+        pytest.param("arrays", marks=pytest.mark.slow),
+        "iterator",
+    ],
 )
 def test_a_branch_at_the_source_s_data_is_the_source_going_on(kind, tmp_path):
     def data():

@@ -192,6 +192,7 @@ def test_a_log_on_a_full_disk_does_not_stop_a_run(tmp_path):
         changes = {
             "train__steps": 5,
             "model__num_layers": 1,
+            "model__dropout": 0.0,  # it compiles in less time
             "checkpoint__every_steps": 0,
         }
         done = subprocess.run(

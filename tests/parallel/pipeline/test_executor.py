@@ -134,18 +134,24 @@ def check(case: Case) -> None:
     assert all(error <= band for error, band in zip(found, bands, strict=True)), found
 
 
-# The default suite: every mechanism at least once.
+# The default suite: every mechanism at least once, several in a case, since a case
+# compiles four programs.
 FEW = {
     "interleaved": Case(4, 4, 2, "interleaved"),
-    "with fsdp and tensor": Case(2, 4, fsdp=2, tensor=2),
-    "uneven, tied, dropout": Case(4, 4, model=replace(SEVEN, dropout=0.1, **TIED)),
-    "packed, zero 2, accumulation": Case(
-        2, 2, fsdp=2, zero=2, packed=True, accumulation=2
+    "tied, packed, tensor, zero 2, accumulation": Case(
+        2,
+        2,
+        fsdp=2,
+        tensor=2,
+        zero=2,
+        packed=True,
+        accumulation=2,
+        model=replace(MODEL, **TIED),
     ),
-    "last edges": Case(
-        2, 4, fsdp=2, tensor=2, edges="last", model=replace(MODEL, **TIED)
+    "last edges, tied, dropout": Case(
+        2, 4, fsdp=2, tensor=2, edges="last", model=replace(MODEL, dropout=0.1, **TIED)
     ),
-    "groups of layers": Case(2, 4, fsdp=2, every=2, model=replace(LOCAL, dropout=0.1)),
+    "uneven groups of layers": Case(2, 4, fsdp=2, every=2, model=LOCAL),
 }
 
 MANY = {
@@ -158,6 +164,17 @@ MANY = {
 } | {
     "interleaved, fsdp and tensor": Case(2, 4, 2, "interleaved", fsdp=2, tensor=2),
     "tied, fsdp and tensor": Case(2, 4, fsdp=2, tensor=2, model=replace(MODEL, **TIED)),
+    "with fsdp and tensor": Case(2, 4, fsdp=2, tensor=2),
+    "uneven, tied, dropout": Case(4, 4, model=replace(SEVEN, dropout=0.1, **TIED)),
+    "packed, zero 2, accumulation": Case(
+        2, 2, fsdp=2, zero=2, packed=True, accumulation=2
+    ),
+    "last edges, tied, fsdp and tensor": Case(
+        2, 4, fsdp=2, tensor=2, edges="last", model=replace(MODEL, **TIED)
+    ),
+    "groups of layers, dropout": Case(
+        2, 4, fsdp=2, every=2, model=replace(LOCAL, dropout=0.1)
+    ),
     "data": Case(4, 8, data=2),
     "zero 1": Case(2, 4, fsdp=2, zero=1),
     "zero 2": Case(2, 4, fsdp=2, zero=2),

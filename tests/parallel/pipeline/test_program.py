@@ -102,7 +102,12 @@ def flops_recomputed() -> float:
 
 @pytest.mark.parametrize(
     "case",
-    [Case(4, 8), Case(4, 8, 2, "interleaved"), Case(4, 8, schedule="gpipe")],
+    [
+        Case(4, 8),
+        Case(4, 8, 2, "interleaved"),
+        # the same program from another table
+        pytest.param(Case(4, 8, schedule="gpipe"), marks=pytest.mark.slow),
+    ],
     ids=lambda c: c.schedule,
 )
 def test_a_pipeline_computes_no_more_than_its_bubble(case):
@@ -187,7 +192,10 @@ def groups_of(instruction: hlo.Instruction) -> list[list[int]]:
     )
 
 
-@pytest.mark.parametrize(("edges", "some"), [("last", False), ("sharded", True)])
+@pytest.mark.parametrize(
+    ("edges", "some"),
+    [("last", False), pytest.param("sharded", True, marks=pytest.mark.slow)],
+)
 def test_with_last_edges_ticks_sum_nothing_over_stages(edges, some):
     case = Case(2, 4, fsdp=2, tensor=2, edges=edges)
     module = hlo.parse(traced(case).lower().compile(FAST_COMPILE).as_text())
