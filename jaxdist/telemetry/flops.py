@@ -70,7 +70,7 @@ def jaxpr_flops(jaxpr: Any, *, only: Callable[[Any], bool] | None = None) -> flo
     A scan counts length x body; a while loop counts once, except for functions in
     `CALLS`. A cond counts its most expensive branch, a shard_map its body x the manual
     axes. A pallas_call counts its kernel x the grid, also blocks that the kernel skips.
-    Attention counts in full.
+    Attention counts in full, cuDNN's too.
 
     Args:
       jaxpr: the jaxpr.
@@ -91,6 +91,8 @@ def _equation_flops(equation: Any, only: Callable[[Any], bool] | None) -> float:
     call = declared_call(equation)
     if call is not None:
         return 0.0 if only is not None else call.flops
+    if name in _CUDNN_ATTENTION:
+        return 0.0 if only is not None else _cudnn_attention(equation)
     if name == "cond":
         return max(jaxpr_flops(branch, only=only) for branch in params["branches"])
     # jit, remat, scan, custom_jvp, custom_vjp, closed_call, ... hold a jaxpr among
@@ -98,6 +100,27 @@ def _equation_flops(equation: Any, only: Callable[[Any], bool] | None) -> float:
     inner = (value for value in params.values() if hasattr(_open(value), "eqns"))
     flops = sum(jaxpr_flops(value, only=only) for value in inner)
     return flops * _num_runs(name, params)
+
+
+# cuDNN's attention by the name of its primitive: products of query's and of value's head
+# size. Its backward pass computes the scores again.
+_CUDNN_ATTENTION = {
+    "dot_product_attention_fwd_wrapper": (1, 1),
+    "dot_product_attention_bwd_wrapper": (3, 2),
+}
+_HEADS_FIRST = 1  # layout of arrays [B, N, S, H]; otherwise they are [B, S, N, H]
+
+
+def _cudnn_attention(equation: Any) -> float:
+    """Counts the FLOPs of a call of cuDNN's attention, in full."""
+    query, key, value = (variable.aval.shape for variable in equation.invars[:3])
+    heads_first = equation.params["layout"] == _HEADS_FIRST
+    batch, *_, size = query
+    heads, length = query[1:3] if heads_first else (query[2], query[1])
+    keys = key[2] if heads_first else key[1]
+    of_query, of_value = _CUDNN_ATTENTION[equation.primitive.name]
+    sizes = of_query * size + of_value * value[-1]
+    return float(2 * batch * heads * length * keys * sizes)
 
 
 def _num_runs(name: str, params: Any) -> int:
@@ -116,7 +139,8 @@ def _num_runs(name: str, params: Any) -> int:
 def is_uncounted(jaxpr: Any) -> bool:
     """Checks if `jaxpr_flops` misses work of a jaxpr.
 
-    It misses matmuls in loops that depend on data, and cuDNN's attention.
+    It misses matmuls in loops that depend on data, and fused attention of other kinds
+    than `_CUDNN_ATTENTION`.
     """
     return any(map(_is_uncounted, _open(jaxpr).eqns))
 
@@ -125,7 +149,7 @@ def _is_uncounted(equation: Any) -> bool:
     inner = [value for param in equation.params.values() for value in _jaxprs(param)]
     name = equation.primitive.name
     if "dot_product_attention" in name:
-        return True
+        return name not in _CUDNN_ATTENTION
     if name == "while" and any(map(jaxpr_flops, inner)):
         return True
     return any(map(is_uncounted, inner))

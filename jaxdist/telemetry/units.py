@@ -80,4 +80,7 @@ _FIELDS: Mapping[str, Callable[[float], str]] = {
     "goodput": percent_text,
     "step_time_s": time_text,
     "data_wait_s": time_text,
+    "device_memory_bytes": gib_text,
+    "device_memory_peak_bytes": gib_text,
+    "device_memory_limit_bytes": gib_text,
 }

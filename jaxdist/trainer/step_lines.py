@@ -2,9 +2,13 @@
 
 from functools import partial
 
+from jax.sharding import Mesh
+
 from jaxdist.models import lora as adapters
 from jaxdist.models import registry
 from jaxdist.parallel import execution, placement, precision
+from jaxdist.parallel.axes import CROSSING_AXES
+from jaxdist.parallel.mesh import axes_between_hosts
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.dim_names import has_experts
 from jaxdist.step import reduction
@@ -67,7 +71,7 @@ def step_lines(composition: Composition, built: TrainStep) -> list[str]:
     return [
         batch_arithmetic(composition),
         *unread_options(config),
-        *_warnings(composition),
+        *_warnings(composition, built.mesh),
         *reduction_lines(composition),
         *precision.advice(config.precision, device),
         *product_formats.lines(
@@ -78,13 +82,25 @@ def step_lines(composition: Composition, built: TrainStep) -> list[str]:
     ]
 
 
-def _warnings(composition: Composition) -> list[str]:
-    """Warns of mesh axes without work, and of a learning rate for adapters."""
+def _warnings(composition: Composition, mesh: Mesh) -> list[str]:
+    """Warns of mesh axes without work or with slow links, and of adapters' rates."""
     texts = [
         *placement.warnings(composition.placements(), composition.rules),
+        *_slow_axes(mesh),
         *fine_tuning.warnings(composition.config),
     ]
     return [f"warning: {text}" for text in texts]
+
+
+def _slow_axes(mesh: Mesh) -> list[str]:
+    """Warns of axes that talk in every layer, over the links between hosts of GPUs."""
+    *others, last = CROSSING_AXES
+    cures = f"mesh.{', mesh.'.join(others)} or mesh.{last}"
+    return [
+        f"mesh.{axis}={mesh.shape[axis]} crosses hosts of GPUs and communicates in "
+        f"every layer, over slow links: keep it within a host, and let {cures} cross them"
+        for axis in axes_between_hosts(mesh)
+    ]
 
 
 def context_lines(config: RunConfig, rules: Rules) -> list[str]:

@@ -10,6 +10,7 @@ import jax
 
 from jaxdist.data.loader import Loader
 from jaxdist.step.state import Metrics
+from jaxdist.telemetry import device_memory
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import Throughput
 from jaxdist.trainer.callbacks import CallbackList, RowView, Run
@@ -148,6 +149,7 @@ class StepLog:
         row |= self.throughput.fields(
             seconds=seconds, steps=steps, tokens=tokens_seen - window.tokens_seen
         )
+        row |= device_memory.row_fields(self.run.devices)
         row["data_wait_s"] = (self._loader.data_wait_s - window.data_wait_s) / steps
         self.callbacks.row(
             RowView(

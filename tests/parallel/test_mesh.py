@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,7 +17,15 @@ import pytest
 from jaxdist.config import ConfigError
 from jaxdist.distributed import initialize
 from jaxdist.parallel import mesh as meshes
-from jaxdist.parallel.mesh import DcnConfig, MeshConfig, build_mesh, resolve_mesh
+from jaxdist.parallel.axes import AXES
+from jaxdist.parallel.mesh import (
+    DcnConfig,
+    MeshConfig,
+    axes_between_hosts,
+    build_mesh,
+    resolve_mesh,
+)
+from jaxdist.planner import targets
 
 
 def faults(config: MeshConfig, devices: int = 8, slices: int = 1) -> str:
@@ -179,6 +188,39 @@ def test_real_slices_lie_along_the_dcn_axis():
     # tensor: neighbours
     assert all(distance == 1 for part in found["near"] for distance in part)
     assert "needs 1 slices, there are 2" in found["faults"]
+
+
+@pytest.mark.parametrize(
+    ("config", "crossing"),
+    [
+        (MeshConfig(data=2, tensor=8), []),
+        (MeshConfig(data=1, tensor=16), ["tensor"]),
+        # 4 pairs of one context group lie on each host
+        (MeshConfig(data=1, context=8, tensor=2), ["context"]),
+        (MeshConfig(data=1, fsdp=2, expert=2, tensor=4), []),
+        (MeshConfig(data=1, expert=4, tensor=4), ["expert"]),
+        (MeshConfig(data=1, pipeline=2, fsdp=8), []),
+    ],
+)
+def test_axes_that_talk_in_every_layer_between_hosts_of_gpus_are_found(
+    config, crossing
+):
+    devices = [
+        SimpleNamespace(
+            id=number, platform="gpu", device_kind="H100", slice_index=number // 8
+        )
+        for number in range(16)
+    ]
+    shape = resolve_mesh(config, len(devices))
+    mesh = SimpleNamespace(devices=meshes.arrange(shape, devices), axis_names=AXES)
+    assert axes_between_hosts(mesh) == crossing
+
+
+def test_hosts_of_cpu_devices_and_tpus_are_no_matter():
+    devices = targets.parse("v5e:2x4").stand_ins()
+    shape = resolve_mesh(MeshConfig(data=1, tensor=8), len(devices))
+    mesh = SimpleNamespace(devices=meshes.arrange(shape, devices), axis_names=AXES)
+    assert axes_between_hosts(mesh) == []
 
 
 @pytest.mark.parametrize(

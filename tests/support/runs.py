@@ -22,6 +22,7 @@ from jaxdist.checkpoint.folders import read_step
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
 from jaxdist.config import files
 from jaxdist.distributed.local_devices import free_port
+from jaxdist.telemetry import device_memory
 from jaxdist.telemetry.metrics import MetricRows, read_rows
 from jaxdist.trainer import exit_code, run_config
 from jaxdist.trainer.run_config import RunConfig
@@ -184,6 +185,7 @@ TIMES = {
     "data_wait_s",
     "goodput",
     "hfu",
+    *device_memory.FIELDS,
     "slowest_process",
     "slowest_busy_s",
     "median_busy_s",

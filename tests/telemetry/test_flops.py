@@ -333,3 +333,38 @@ def test_loops_that_nobody_can_count_are_known():
     assert not flops.is_uncounted(
         jax.make_jaxpr(lambda x: jax.lax.map(lambda y: x @ y, x))(x)
     )
+
+
+def test_cudnn_s_attention_counts_its_products(monkeypatch):
+    """As XLA's attention does, in full; the backward pass computes the scores again."""
+    # traced without the library and a GPU
+    for name, found in (
+        ("check_cudnn_version", 91002),
+        ("check_compute_capability", True),
+        ("is_cuda_compute_capability_equal", False),
+    ):
+        monkeypatch.setattr(
+            f"jax._src.cudnn.fused_attention_stablehlo.{name}",
+            lambda *_, found=found: found,
+        )
+    query = jnp.zeros((2, 64, 8, 32), jnp.bfloat16)
+    key = jnp.zeros((2, 128, 4, 32), jnp.bfloat16)
+
+    def jaxpr_of(implementation, transform):
+        def attend(*arrays):
+            return jax.nn.dot_product_attention(
+                *arrays, implementation=implementation
+            ).sum()
+
+        return jax.make_jaxpr(transform(attend))(query, key, key)
+
+    forward = jaxpr_of("cudnn", lambda f: f)
+    assert "dot_product_attention_fwd_wrapper" in str(forward)
+    assert not flops.is_uncounted(forward)
+    product = 2 * 2 * 8 * 64 * 128 * 32
+    assert flops.jaxpr_flops(forward) == 2 * product
+    assert flops.jaxpr_flops(forward) == flops.jaxpr_flops(jaxpr_of("xla", lambda f: f))
+    both = jaxpr_of("cudnn", lambda f: jax.grad(f, (0, 1, 2)))
+    assert flops.jaxpr_flops(both) == 7 * product
+    # at the rate of bfloat16, whatever the products around it are computed in
+    assert flops.jaxpr_flops(both, only=FP8.in_jaxpr) == 0

@@ -20,6 +20,7 @@ from jaxdist.config.groups.telemetry import TelemetryConfig
 from jaxdist.operations.ledger.ledger import Ledger
 from jaxdist.operations.ledger.run_lives import account
 from jaxdist.operations.metrics.scrape_server import ScrapeServer
+from jaxdist.telemetry import device_memory
 
 # Field of a row -> the gauge's name and help.
 _GAUGES = {
@@ -160,8 +161,7 @@ class RunMetrics(Collector):
     def _memory(self) -> Iterator[Metric]:
         stats: dict[int, Mapping[str, int]] = {}
         for device in self._devices:
-            with contextlib.suppress(RuntimeError):  # a backend without statistics
-                stats[device.id] = device.memory_stats() or {}
+            stats[device.id] = device_memory.statistics(device)
         for key, (name, text) in _MEMORY.items():
             values = {
                 device: of_device[key]

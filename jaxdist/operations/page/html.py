@@ -43,7 +43,7 @@ from jaxdist.operations.page.tables import (
     titled,
 )
 from jaxdist.storage.untrusted import visible
-from jaxdist.telemetry.units import duration_text, percent_text
+from jaxdist.telemetry.units import GIB, duration_text, percent_text
 from jaxdist.trainer import reproduce
 
 # stands in a <meta> of the page: a report may replace only a report
@@ -64,6 +64,7 @@ _FIELDS = (
     Field("grad_norm", "Gradient norm", "before clipping"),
     Field("loss_scale", "Loss scale", "of float16"),
     Field("data_wait_s", "Data wait", "ms per step", 1e3, "ms"),
+    Field("device_memory_bytes", "Memory of the fullest device", "GiB", 1 / GIB, "GiB"),
 )
 # names of columns that differ from the fields of run.json
 _SHARDING_COLUMNS = {"state": "optimizer state", "per_device": "per device"}

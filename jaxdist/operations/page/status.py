@@ -24,7 +24,7 @@ from jaxdist.operations.page.run_files import (
 )
 from jaxdist.operations.page.summary import sizes
 from jaxdist.storage import run_format, untrusted
-from jaxdist.telemetry import metrics
+from jaxdist.telemetry import device_memory, metrics
 from jaxdist.telemetry.units import duration_text, field_text, percent_text
 from jaxdist.trainer import reproduce
 
@@ -46,7 +46,15 @@ ACTIVITIES = {
     "end": "writing its last files",
 }
 OTHER_VERSION = "other version"
-_ROW_FIELDS = ("loss", "tokens_per_s", "mfu", "hfu", "tokens_seen", "step_time_s")
+_ROW_FIELDS = (
+    "loss",
+    "tokens_per_s",
+    "mfu",
+    "hfu",
+    "tokens_seen",
+    "step_time_s",
+    *device_memory.FIELDS,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +294,9 @@ def as_text(document: Mapping[str, Any]) -> str:
     numbers = _numbers_text(document)
     if numbers:
         lines.append(f"now       {numbers}")
+    memory = _memory_text(document)
+    if memory:
+        lines.append(f"memory    {memory}")
     if document["experts"]:
         lines.append(f"experts   {experts.as_line(document['experts'])}")
     lines += [f"model     {text}" for text in experts.size_text(document)]
@@ -338,6 +349,20 @@ def _numbers_text(document: Mapping[str, Any]) -> str:
         value = number(document[field])
         if value is not None:
             name = field.replace("tokens", document["unit"])
+            texts.append(f"{name} {field_text(field, value)}")
+    return ", ".join(texts)
+
+
+def _memory_text(document: Mapping[str, Any]) -> str:
+    """Formats the memory of the fullest device; "" if the run does not know it."""
+    texts = []
+    for name, field in (
+        ("in use", "device_memory_bytes"),
+        ("peak", "device_memory_peak_bytes"),
+        ("limit", "device_memory_limit_bytes"),
+    ):
+        value = number(document[field])
+        if value is not None:
             texts.append(f"{name} {field_text(field, value)}")
     return ", ".join(texts)
 

@@ -35,6 +35,11 @@ _ADVICE = {
     "longest operations (profile.start_step)",
     _WHOLE: "a look at the longest operations (profile.start_step)",
 }
+# Devices of one CPU share its cores, which are no faster in bfloat16.
+_CPU_ADVICE = {
+    COMMUNICATION: "fewer emulated devices: they share the cores of this machine",
+    COMPUTE: "a look at the longest operations (profile.start_step)",
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class StepParts:
     is_mixed: bool  # shares of compute contain communication
     planned: Planned | None = None  # the plan, if it is one of this run
     measured_to_planned: float | None = None  # ratio of step times
+    on_cpu: bool = False
 
     def verdict(self, plan_command: str = "") -> str:
         """Describes the largest part and its fix.
@@ -64,6 +70,8 @@ class StepParts:
         if self.mfu is not None:
             mfu = percent_text(self.mfu)
         advice = _ADVICE[part]
+        if self.on_cpu:
+            advice = _CPU_ADVICE.get(part, advice)
         if self.is_mixed and part in (COMPUTE, _WHOLE):
             part += ", with communication"
             if plan_command:
@@ -151,6 +159,7 @@ def step_parts(
         is_mixed=has_several_devices and not is_separated,
         planned=planned,
         measured_to_planned=ratio,
+        on_cpu=info.get("device_kind") == "cpu",
     )
 
 

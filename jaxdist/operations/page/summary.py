@@ -250,6 +250,8 @@ def figures(run: RunSummary) -> dict[str, str]:
         "MFU causal, median": _median(run, "mfu_causal"),
         "MFU full, median": _median(run, "mfu_full"),
         "HFU, median": _median(run, "hfu"),
+        "device memory, peak": _last(run, "device_memory_peak_bytes"),
+        "device memory, limit": _last(run, "device_memory_limit_bytes"),
         **_time_texts(run),
         **_cost_texts(run),
     }

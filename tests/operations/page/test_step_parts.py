@@ -97,6 +97,15 @@ def test_the_largest_part_has_a_cure(row, info, ops, said, cure):
     assert verdict.startswith("MFU unknown" if "mfu" in row else "MFU 22.0 %")
 
 
+@pytest.mark.parametrize("ops", [[OPS[1] | {"share": 0.7}], []])
+def test_emulated_devices_get_no_advice_for_real_ones(ops):
+    verdict = step_parts.step_parts(ROW, {"device_kind": "cpu"}, ops).verdict()
+    cure = "fewer emulated devices" if ops else "the longest operations"
+    assert cure in verdict
+    assert "plan --search" not in verdict
+    assert "bfloat16" not in verdict
+
+
 @pytest.mark.parametrize(
     "row", [{}, {"step_time_s": 0}, {"step_time_s": "x"}, {"step_time_s": float("inf")}]
 )
