@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxdist.config import ConfigError
+from jaxdist.distributed import stop_signals
 from jaxdist.evaluation import loading, trained_run
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.trainer import exit_code, workdir_parser
@@ -32,11 +33,12 @@ def main(arguments: list[str] | None = None) -> int:
     if flags.interactive:
         return _interact(run, system_turns if flags.chat else None, options)
     options["num_samples"] = flags.num_samples
-    if flags.chat:
-        chats = [[*system_turns, _turn("user", text)] for text in prompts]
-        samples = run.chat(chats, **options)
-    else:
-        samples = run.generate(prompts, **options)
+    with stop_signals.ended_by_interrupts():
+        if flags.chat:
+            chats = [[*system_turns, _turn("user", text)] for text in prompts]
+            samples = run.chat(chats, **options)
+        else:
+            samples = run.generate(prompts, **options)
     texts = [sample.text for prompt_samples in samples for sample in prompt_samples]
     if jax.process_index() == 0:
         for number, text in enumerate(texts, 1):

@@ -46,10 +46,27 @@ def _initials(name: str) -> str:
     return "".join(word[:1] for word in name.split("_"))
 
 
+# names that other trainers use, by the key that they mean
+_ELSEWHERE = {
+    "max_iters": "train.steps",
+    "max_steps": "train.steps",
+    "num_train_epochs": "train.epochs",
+    "block_size": "batch.sequence_length",
+    "eval_interval": "train.eval_every",
+    "log_interval": "train.log_every",
+    "gradient_accumulation_steps": "batch.accumulation",
+    "n_layer": "model.num_layers",
+    "n_head": "model.num_heads",
+    "n_embd": "model.d_model",
+}
+
+
 def suggest(name: str, choices: Iterable[str]) -> str:
     """Suggests the choice nearest to a name: " Did you mean X?", or ""."""
     leaf = name.rpartition(".")[2]
     leaves = {choice: choice.rpartition(".")[2] for choice in choices}
+    if _ELSEWHERE.get(leaf) in leaves:
+        return f" Did you mean {_ELSEWHERE[leaf]}?"
     # `lr` and `wd` are the initials of `learning_rate` and `weight_decay`.
     near = [
         choice

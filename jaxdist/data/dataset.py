@@ -312,10 +312,13 @@ def vocabulary_fault(name: str, largest: int | None, vocab_size: int | None) -> 
     """
     if largest is None or vocab_size is None or largest < vocab_size:
         return ""
-    return (
+    text = (
         f"data source {name}: token id {largest} with model.vocab_size={vocab_size}. "
         f"Set model.vocab_size to {largest + 1} or more, above every id."
     )
+    if name == "bin":  # any file can be read as tokens
+        text += " Or the file holds something else: text, or integers of another size (data.bin_dtype)."
+    return text
 
 
 def _read(samples: list[Samples], source: np.ndarray, rows: np.ndarray) -> Batch:

@@ -3,7 +3,8 @@
 import contextlib
 import os
 import signal
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxdist.config import EXIT_PREEMPTED, ConfigError
@@ -57,6 +58,26 @@ def _leave(number: int, frame: Any) -> None:
     with contextlib.suppress(OSError):
         os.write(1, b"asked to stop: nothing is unsaved\n")
     os._exit(EXIT_PREEMPTED)
+
+
+@contextlib.contextmanager
+def ended_by_interrupts() -> Iterator[None]:
+    """Lets Ctrl-C end the process at once while the body runs.
+
+    Python's own handler waits for the program that the devices run, perhaps for
+    minutes. A handler that the caller has set is kept.
+    """
+    if (
+        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def keep_exit_code(ending: Any = _leave) -> None:

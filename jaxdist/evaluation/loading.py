@@ -16,6 +16,7 @@ from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.protocols.objective import Objective
 from jaxdist.trainer import user_model, workdir
 from jaxdist.trainer.best import best_step
+from jaxdist.trainer.model_flops import total_parameters
 from jaxdist.trainer.user_model import Model
 
 
@@ -95,7 +96,7 @@ def load_run(
             log(f"checkpoint {bad_step} cannot be used: {reason}")
     state = restored._replace(trainable=restored.model_arrays[0], ema=None)
     log(
-        f"{folder}: step {int(state.step)}, {spec.parameter_count:,} parameters, {composition.shape}"
+        f"{folder}: step {int(state.step)}, {total_parameters(config, spec):,} parameters, {composition.shape}"
     )
     return TrainedRun(
         folder=folder, config=config, spec=spec, built=built, state=state, log=log

@@ -70,6 +70,10 @@ class TrainedRun:
     state: State
     log: Callable[[str], None]  # receives a line per event
 
+    def __repr__(self) -> str:
+        step = int(self.state.step)
+        return f"TrainedRun(step {step}, {self.spec.counts}, {str(self.folder)!r})"
+
     @property
     def mesh(self) -> Mesh:
         """The mesh that the model is on."""

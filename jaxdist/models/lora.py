@@ -414,11 +414,19 @@ _WEIGHTS_PER_ELEMENT: dict[Base, dict[str, int]] = {
 }
 
 
+def weights_in(path: str, size: int, config: LoraConfig) -> int:
+    """Counts the weights that an array of `size` elements stands for.
+
+    An element of a quantised kernel may hold several weights, or none.
+    """
+    per_element = _WEIGHTS_PER_ELEMENT[config.base]
+    return per_element.get(path.rpartition(trees.SEPARATOR)[2], 1) * size
+
+
 def weights(frozen: Any, config: LoraConfig) -> dict[str, int]:
     """Counts the weights that each frozen array stands for, by path."""
-    per_element = _WEIGHTS_PER_ELEMENT[config.base]
     return {
-        path: per_element.get(path.rpartition(trees.SEPARATOR)[2], 1) * leaf.size
+        path: weights_in(path, leaf.size, config)
         for path, leaf in trees.flatten_names(frozen).items()
     }
 

@@ -16,7 +16,7 @@ from jaxdist.planner.timing import Time
 from jaxdist.trainer import compose
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.costs import costs_of, itemsize_of
-from jaxdist.trainer.model_flops import active_parameters
+from jaxdist.trainer.model_flops import active_parameters, total_parameters
 from jaxdist.trainer.run_config import RunConfig, document_of
 
 FITS = 0
@@ -103,7 +103,7 @@ class Plan:
             "target": self.target.text,
             "hardware": asdict(self.target) | {"chip": chip and chip.name},
             "layout": self._layout(),
-            "parameters": spec.parameter_count,
+            "parameters": total_parameters(self.run, spec),
             "active_parameters": active_parameters(self.run, spec),
             "memory": self._memory(),
             "time": asdict(self.time) | {"band_s": self.time.band_s},

@@ -375,6 +375,13 @@ def stored_dtype(x: jax.ShapeDtypeStruct, params: str) -> jnp.dtype:
     return jnp.dtype(params) if is_wide else x.dtype
 
 
+def as_stored(tree: Any, params: str) -> Any:
+    """Gives abstract parameters the dtypes that they are stored in."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, stored_dtype(x, params)), tree
+    )
+
+
 class _Parts(NamedTuple):
     """A model's graph, and its arrays by their role in training."""
 

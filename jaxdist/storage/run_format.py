@@ -32,12 +32,20 @@ def marked(document: Mapping[str, Any]) -> dict[str, Any]:
 def fault(document: Mapping[str, Any], place: object) -> str:
     """Describes why a document has another format; "" if it has this version's.
 
+    A config.json of Hugging Face has none.
+
     Args:
       document: the document.
       place: file or folder to name.
     """
     if document.get(KEY) == FORMAT:
         return ""
+    if KEY not in document and {"model_type", "architectures"} & document.keys():
+        return (
+            f"{place} holds a Hugging Face model, not a run. Train from it with "
+            f"init.from_huggingface={place}, or make a run of it: jaxdist convert --from "
+            f"{place} --to runs/converted --format jaxdist"
+        )
     found = "no format"
     if KEY in document:
         found = f"format {document[KEY]!r:.40}"

@@ -1,9 +1,16 @@
-"""Memory of devices in a row of metrics, as their runtime counts it."""
+"""Memory of devices in a row of metrics, as their runtime counts it.
+
+It imports no jax, because `status` reads the names of the fields.
+"""
+
+from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import jax
+if TYPE_CHECKING:
+    import jax
 
 # field of a row -> key of a device's `memory_stats`; all are bytes
 FIELDS = {
@@ -21,19 +28,16 @@ def statistics(device: jax.Device) -> Mapping[str, int]:
 
 
 def row_fields(devices: Sequence[jax.Device]) -> dict[str, int]:
-    """Reads the memory of this process's devices for a row of metrics.
+    """Reads the memory of devices for a row of metrics.
 
     Args:
-      devices: any; those of other processes are left out.
+      devices: of this process.
 
     Returns:
       The largest number of bytes in use and at the peak, and the smallest limit. Fields
       that the backend does not know are left out: CPU devices have none.
     """
-    process = jax.process_index()
-    found = [
-        statistics(device) for device in devices if device.process_index == process
-    ]
+    found = [statistics(device) for device in devices]
     fields = {}
     for field, key in FIELDS.items():
         values = [stats[key] for stats in found if key in stats]

@@ -131,8 +131,14 @@ def _choose_length(config: ConfigDict, overrides: Mapping[str, str]) -> list[str
     """
     lengths = {"train.steps", "train.epochs"}
     named = lengths & overrides.keys()
-    has_epochs = bool(schema.flatten(config).get("train.epochs"))
-    fault = "train.steps and train.epochs both say how long the run is; leave out one"
+    epochs = schema.flatten(config).get("train.epochs")
+    has_epochs = bool(epochs)
+    if not has_epochs:  # 0 leaves the length to train.steps
+        named.discard("train.epochs")
+    fault = (
+        "train.steps and train.epochs both say how long the run is; leave out one. To "
+        "make a run longer, raise the one that its command has"
+    )
     if named == lengths:
         return [fault]
     if named == {"train.steps"}:

@@ -25,7 +25,7 @@ from jaxdist.parallel.offload import HOST
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.placement import Placement, place
 from jaxdist.parallel.sharding import Rules, build_rules
-from jaxdist.protocols.model_spec import ModelSpec, describe, stored_dtype
+from jaxdist.protocols.model_spec import ModelSpec, as_stored, describe
 from jaxdist.step.loss_scale import DynamicLossScale
 from jaxdist.step.step_config import StepConfig
 from jaxdist.step.train_step import TrainStep, build_train_step
@@ -206,8 +206,7 @@ class Composition:
         params = self.config.precision.params
         parameters = {}
         for path, (x, names) in self.spec_by_stage.all_parameters().items():
-            stored = jax.ShapeDtypeStruct(x.shape, stored_dtype(x, params))
-            parameters[path] = (stored, names)
+            parameters[path] = (as_stored(x, params), names)
         return place(parameters, self.rules)
 
     def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:

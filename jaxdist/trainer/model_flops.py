@@ -22,14 +22,25 @@ from jaxdist.trainer.costs import costs_of, module_costs
 from jaxdist.trainer.run_config import RunConfig
 
 
+def total_parameters(config: RunConfig, spec: ModelSpec) -> int:
+    """Counts the parameters of the policy, the model in training.
+
+    A quantised kernel counts as many as it stands for.
+    """
+    return sum(
+        lora.weights_in(path, x.size, config.lora)
+        for path, (x, _) in spec.named_parameters().items()
+    )
+
+
 def active_parameters(config: RunConfig, spec: ModelSpec) -> int:
     """Counts the parameters that a token uses of the policy, the model in training.
 
     A token uses only the experts that it is routed to.
     """
     return sum(
-        round(x.size * active_share(config, names))
-        for x, names in spec.named_parameters().values()
+        round(lora.weights_in(path, x.size, config.lora) * active_share(config, names))
+        for path, (x, names) in spec.named_parameters().items()
     )
 
 

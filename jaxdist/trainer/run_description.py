@@ -35,7 +35,7 @@ def describe(
             "data": dataset.fingerprint,
         },
         run_metadata.SCHEDULE: schedule.to_json(),
-        "parameters": composition.spec.parameter_count,
+        "parameters": model_flops.total_parameters(config, composition.spec),
         "active_parameters": model_flops.active_parameters(config, composition.spec),
         "unit": compose.unit(config),
         "flops_per_token": model_flops.model_flops(config, composition.spec),

@@ -11,12 +11,17 @@ from jaxdist.parallel.axes import CROSSING_AXES
 from jaxdist.parallel.mesh import axes_between_hosts
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.dim_names import has_experts
+from jaxdist.protocols.model_spec import as_stored
 from jaxdist.step import reduction
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import fine_tuning, product_formats
 from jaxdist.trainer.compose import Composition, batch_shapes
 from jaxdist.trainer.costs import costs_of, itemsize_of
-from jaxdist.trainer.model_flops import active_parameters, active_share
+from jaxdist.trainer.model_flops import (
+    active_parameters,
+    active_share,
+    total_parameters,
+)
 from jaxdist.trainer.run_config import RunConfig, unread_options
 
 
@@ -25,11 +30,16 @@ def counts(composition: Composition) -> str:
     config = composition.config
     spec = composition.spec
     if config.lora.rank:
-        text = adapters.summary(spec.trainable, spec.frozen, config.lora)
+        params = config.precision.params
+        text = adapters.summary(
+            as_stored(spec.trainable, params),
+            as_stored(spec.frozen, params),
+            config.lora,
+        )
     else:
         text = spec.counts
     active = active_parameters(config, spec)
-    if active < spec.parameter_count:
+    if active < total_parameters(config, spec):
         text += f", {active:,} active for a token"
     for line in expert_lines(composition):
         text += f"; {line}"

@@ -58,6 +58,11 @@ class StepLog:
             note=self.display.note,
         )
         self.paused_s = 0.0  # seconds of all pauses
+        self._local_devices = [
+            device
+            for device in self.run.devices
+            if device.process_index == jax.process_index()
+        ]
         # numbers and metrics of steps that are not recorded yet
         self._pending: deque[tuple[int, Metrics]] = deque()
         # counts of weighted targets that `progress` does not include yet
@@ -149,7 +154,7 @@ class StepLog:
         row |= self.throughput.fields(
             seconds=seconds, steps=steps, tokens=tokens_seen - window.tokens_seen
         )
-        row |= device_memory.row_fields(self.run.devices)
+        row |= device_memory.row_fields(self._local_devices)
         row["data_wait_s"] = (self._loader.data_wait_s - window.data_wait_s) / steps
         self.callbacks.row(
             RowView(

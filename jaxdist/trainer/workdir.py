@@ -429,10 +429,13 @@ def check_stored_config(
         if change.path == "optimizer.warmup_steps" and change.new in same_warmup:
             continue
         changed[change.path] = change.new
-        faults.append(
+        fault = (
             f"{change.path}: the run in {place} has {_shown(change.old)}, "
             f"now {_shown(change.new)}; {advice}"
         )
+        if change.path.startswith("model.") and not fix:
+            fault += ". A branch keeps the shapes of the model's arrays"
+        faults.append(fault)
     if len(faults) > _MOST_CHANGES:
         raise ConfigError(_another_run(list(changed), config, place, at=at, fix=fix))
     is_of_optimizer = all(path.startswith("optimizer.") for path in changed)

@@ -162,6 +162,15 @@ def test_each_command_names_it_and_leaves_it(name, folder, version, tmp_path, ca
     assert contents(folder.parent) == before
 
 
+def test_a_folder_of_hugging_face_is_no_other_version(tmp_path, capfd):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    words = ["--workdir", str(tmp_path), "--prompt", "a"]
+    assert exit_code.exit_code(lambda: generate.main(words)) == 78
+    error = capfd.readouterr().err
+    assert "holds a Hugging Face model, not a run" in error
+    assert f"convert --from {tmp_path} --to" in error
+
+
 def test_runs_lists_it(folder, capsys):
     before = contents(folder.parent)
     assert runs.main([str(folder.parent), "--json"]) == 0

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
+from jaxdist.distributed import stop_signals
 from support.paths import ROOT
 
 # Runs a command that gets a signal as it imports a module, and as Python ends.
@@ -133,3 +135,41 @@ def test_ctrl_c_five_times_ends_a_save_in_one_line():
     done = ended(int(signal.SIGTERM), program=RUNNING)
     assert done.returncode == 130, done.stderr
     assert done.stderr == "interrupted again: work since the last save is lost\n"
+
+
+ENDLESS = """
+import jax
+from jaxdist.distributed import stop_signals
+
+with stop_signals.ended_by_interrupts():
+    print("runs", flush=True)
+    jax.lax.while_loop(lambda x: x >= 0, lambda x: x * 0, 0.0).block_until_ready()
+"""
+
+
+def test_ctrl_c_ends_a_program_that_runs_for_long():
+    """Python's own handler of Ctrl-C would wait for the end of the program."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout.readline() == "runs\n"
+        time.sleep(1)
+        assert child.poll() is None
+        child.send_signal(signal.SIGINT)
+        assert child.wait(timeout=30) == -signal.SIGINT
+    finally:
+        child.kill()
+        child.stdout.close()
+
+
+def test_a_caller_s_own_handler_of_ctrl_c_is_kept():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop_signals.ended_by_interrupts():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with stop_signals.ended_by_interrupts():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is before

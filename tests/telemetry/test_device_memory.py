@@ -15,15 +15,14 @@ from jaxdist.telemetry.metrics import read_rows
 GIB = 2**30
 
 
-def device(process=0, **stats):
-    return SimpleNamespace(process_index=process, memory_stats=lambda: stats or None)
+def device(**stats):
+    return SimpleNamespace(memory_stats=lambda: stats or None)
 
 
-def test_the_fullest_device_of_this_process_counts():
+def test_the_fullest_device_counts():
     devices = [
         device(bytes_in_use=5, peak_bytes_in_use=9, bytes_limit=20),
         device(bytes_in_use=6, peak_bytes_in_use=8, bytes_limit=19),
-        device(process=1, bytes_in_use=7, peak_bytes_in_use=99, bytes_limit=10),
         device(),
     ]
     assert device_memory.row_fields(devices) == {
@@ -37,7 +36,7 @@ def test_what_a_backend_does_not_know_is_left_out():
     def raises():
         raise RuntimeError("no statistics")
 
-    silent = SimpleNamespace(process_index=0, memory_stats=raises)
+    silent = SimpleNamespace(memory_stats=raises)
     assert device_memory.row_fields([silent, device()]) == {}
     assert device_memory.row_fields([device(bytes_in_use=5)]) == {
         "device_memory_bytes": 5

@@ -24,6 +24,7 @@ from jaxdist.trainer import (
 )
 from support.flops_formula import transformer_flops_per_token
 from support.objectives import Preference, SumObjective, composition_for
+from support.runs import run_of
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["swiglu", "gelu"])
@@ -130,6 +131,29 @@ def test_a_frozen_module_counts_a_forward_pass(run):
     assert works[1].in_modules == compositions[1].spec.parameter_count
     counts = step_lines.counts(compositions[1])
     assert counts.endswith(f"; {works[1].in_modules:,} in frozen modules (reference)")
+
+
+@pytest.mark.parametrize(("base", "params"), [("nf4", "float32"), ("none", "bfloat16")])
+def test_parameters_are_counted_as_they_are_not_as_they_are_stored(base, params):
+    """The bytes are those that are stored."""
+    plain = run_of("quickstart")
+    whole = compose.model_spec(plain).parameter_count
+    adapted = compose.with_overrides(
+        plain, {"lora.rank": 4, "lora.base": base, "precision.params": params}
+    )
+    composition = validation.validate(adapted, jax.devices()[:1], with_data=False)
+    spec = composition.spec
+    trained = spec.trainable_count
+    assert (spec.parameter_count < whole) == (base == "nf4")
+    assert model_flops.total_parameters(adapted, spec) == whole + trained
+    assert model_flops.active_parameters(adapted, spec) == whole + trained
+    counts = step_lines.counts(composition)
+    assert f"of {whole + trained:,} parameters" in counts
+    assert "active for a token" not in counts
+    size = 2 if params == "bfloat16" else 4
+    assert f"adapters {size * trained:,} bytes" in counts
+    if base == "none":
+        assert f"base {size * whole:,} bytes" in counts
 
 
 def test_a_module_that_declares_nothing_is_counted_from_its_program(run, monkeypatch):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import schema
+from jaxdist.config import EXIT_PREEMPTED, schema
 from jaxdist.operations.ledger import run_lives
 from jaxdist.operations.page.event_log import EventLog
 from jaxdist.storage import lock, run_format, untrusted
@@ -143,9 +143,7 @@ class RunFiles:
         """
         end = self.events.last_of(*ENDS)
         if end is None:
-            if self.lives:
-                return "died", "before its first step"
-            return "not started", None
+            return self._outcome_before_steps()
         name = end["event"]
         if name == "stop":
             return _stopped(end)
@@ -154,6 +152,17 @@ class RunFiles:
         if name == "preempted":
             return "preempted", None
         return "failed", name
+
+    def _outcome_before_steps(self) -> tuple[str, str | None]:
+        """Finds the state of a run whose last start came to no event."""
+        if not self.lives:
+            return "not started", None
+        last = self.lives[-1]
+        if not last.ended:
+            return "died", "before its first step"
+        if last.exit_code == EXIT_PREEMPTED:
+            return "preempted", "before its first step"
+        return "failed", f"before its first step, exit code {last.exit_code}"
 
 
 def _stopped(stop: metrics.Row) -> tuple[str, str | None]:

@@ -356,6 +356,24 @@ def test_what_became_of_a_run(tmp_path, last, state, reason):
     assert document["doing"] is document["eta_s"] is document["next_save"] is None
 
 
+@pytest.mark.parametrize(
+    ("life", "state", "reason"),
+    [
+        ({"ended": True, "exit_code": 78}, "failed", "exit code 78"),
+        ({"ended": True, "exit_code": 75}, "preempted", "before its first step"),
+        ({"ended": False}, "died", "before its first step"),
+    ],
+)
+def test_what_became_of_a_run_that_came_to_no_step(tmp_path, life, state, reason):
+    ended = run_lives.Life(START, written=START + 5, **life)
+    (tmp_path / "ledger.json").write_text(
+        json.dumps(run_format.marked({"lives": [vars(ended)]}))
+    )
+    document = read_status(tmp_path).document()
+    assert document["state"] == state
+    assert reason in document["reason"]
+
+
 def test_a_run_on_another_machine_is_known_by_its_ledger(tmp_path):
     make_run(tmp_path, steps=3, stop="")
     (tmp_path / ".lock").write_text("process 1 on some-other-host")
