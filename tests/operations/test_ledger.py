@@ -252,7 +252,7 @@ def test_buckets_are_the_wall_time_through_kill_9(tmp_path):
     assert found.buckets["lost"] > 0
     assert found.buckets["compile"] > 0
     assert {"restore", "evaluate", "save", "join", "end"} <= found.buckets.keys()
-    assert re.search(r"goodput \d+ %: \d+ % ", done.stdout)
+    assert re.search(r"goodput [\d.]+ % of \d+s: [\d.]+ % ", done.stdout)
 
 
 def test_the_time_after_a_finished_life_is_no_part_of_the_run():
