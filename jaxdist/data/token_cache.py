@@ -316,6 +316,7 @@ class _CacheWriter:
         self._tokens = (folder / _TOKENS).open("wb")
         self._weights: IO[bytes] | None = None  # opened for the first weights
         self._counts: Counter[str] = Counter()
+        self._damaged: list[str] = []  # ids of documents that are no UTF-8
         self._content = hashlib.sha256()
         self._max_id = 0
 
@@ -335,6 +336,7 @@ class _CacheWriter:
         """
         ids, learned, counts = self._encoder.encode(batch)
         self._counts += counts
+        self._damaged += [document.id for document in batch if document.is_damaged]
         tokens = np.concatenate(ids)
         self._check_vocabulary(tokens)
         tokens = tokens.astype(self._dtype)
@@ -375,6 +377,16 @@ class _CacheWriter:
             f"{len(self.rows)} documents, {num_bytes / 1e6:.2f} MB, {num_tokens} tokens"
         )
 
+    def _damage_notes(self) -> list[str]:
+        """Formats a line about documents that are no UTF-8; [] if all are."""
+        if not self._damaged:
+            return []
+        return [
+            f"{len(self._damaged)} documents are no UTF-8, for example "
+            f"{one_line(self._damaged[0])}: their other bytes became U+FFFD; convert them, "
+            f"as by iconv -f latin1 -t utf-8"
+        ]
+
     def finish(self, corpus: Corpus) -> None:
         """Writes the table of documents, and `meta.json` last."""
         table = np.asarray(self.rows, np.int64)
@@ -394,7 +406,7 @@ class _CacheWriter:
             "documents": len(self.rows),
             "tokens": int(table[:, 0].sum()),
             "max_id": self._max_id,
-            "notes": self._encoder.notes(self._counts),
+            "notes": [*self._encoder.notes(self._counts), *self._damage_notes()],
             "fingerprint": digest(
                 self._content.hexdigest(), digest_bytes(table.tobytes())
             ),

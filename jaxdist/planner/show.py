@@ -410,12 +410,17 @@ def _span(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days"
 
 
+def _money_text(amount: float) -> str:
+    """Formats a price: "1,234", or "0.22" below 100."""
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.2f}"
+
+
 def _cost(cost: Json, unit: str) -> str:
     """Formats the time, the chip hours and the price of the whole training."""
     line = f"{count_text(cost['tokens'])} {unit}: {_span(cost['days'] * 86400)}, "
     line += f"{count_text(cost['chip_hours'])} chip hours"
     if "money" in cost:
-        line += f", {cost['money']:,.0f} of your money, {count_text(cost['tokens_per_money'])} {unit} for one"
+        line += f", {_money_text(cost['money'])} of your money, {count_text(cost['tokens_per_money'])} {unit} for one"
     return line
 
 

@@ -653,3 +653,20 @@ def test_options_read_from_the_command_line():
     assert weights == [0.7, 0.3, 0.5]
     assert [one.path for one in sources] == ["", "/x/y.jsonl,/x/z.jsonl", "/b"]
     assert json.dumps(dataclasses.asdict(DataConfig()))
+
+
+def test_text_that_is_no_utf8_is_named(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("Grüße ".encode("latin-1") * 200)
+    (tmp_path / "utf8.txt").write_text("Grüße \ufffd " * 200, encoding="utf-8")
+    lines = []
+    config = DataConfig(
+        source="text",
+        path=str(tmp_path),
+        cache_dir=str(tmp_path / "cache"),
+        validation_share=0,
+    )
+    for _ in range(2):  # made, and found in the cache
+        open_dataset(config, sequence_length=16, log=lines.append)
+        (line,) = (line for line in lines if "UTF-8" in line)
+        assert "1 documents are no UTF-8, for example latin.txt" in line
+        lines.clear()

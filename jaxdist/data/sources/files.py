@@ -288,5 +288,9 @@ def read_text(file: File) -> Iterator[Document]:
     """
     with reading(file.path):
         content = file.path.read_bytes()
-    if b"\0" not in content[:8192]:
-        yield Document(file.id, content.decode("utf-8", "replace"))
+    if b"\0" in content[:8192]:
+        return
+    try:
+        yield Document(file.id, content.decode("utf-8"))
+    except UnicodeDecodeError:
+        yield Document(file.id, content.decode("utf-8", "replace"), is_damaged=True)
