@@ -4,6 +4,7 @@ out as PEFT files.
 
 import itertools
 import json
+import math
 import re
 import shlex
 import shutil
@@ -158,6 +159,42 @@ def test_nf4_is_what_qwix_makes_of_it_and_within_the_codes_gaps(name):
     np.testing.assert_allclose(found, nearest, atol=5e-5 * largest.max())
     gap = np.diff(values).max() / 2
     assert 0.9 * gap < (np.abs(found - rows) / largest).max() <= gap * (1 + 1e-4)
+
+
+def test_all_codes_of_nf4_give_the_bits_of_the_table():
+    codes = jnp.arange(16, dtype=jnp.uint8)
+    packed = codes[:, None] | codes[None, :] << 4  # all bytes
+    form = form_of("nf4", (), (32, 16), 1, "kernel")
+    kernel = jax.jit(form.restore)(packed, jnp.ones((1, 16)))
+    wanted = np.empty((32, 16), np.float32)
+    wanted[::2] = table()[:, None]
+    wanted[1::2] = table()[None, :]
+    # as integers: 0.0 and -0.0 differ
+    np.testing.assert_array_equal(
+        np.asarray(kernel).view(np.int32), wanted.view(np.int32)
+    )
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_loop_over_layers_gets_codes_and_no_other_array_of_a_kernels_size(kind):
+    """`jax.lax.scan` moves what does not depend on the layer out of its loop."""
+    _, form, stored = quantised("unnamed", kind)
+    kernel_size = math.prod(KERNELS["unnamed"][0][1:])
+
+    def loss(x):
+        @jax.checkpoint
+        def layer(x, stored):
+            y = x @ form.restore(*stored)
+            return jnp.tanh(x + y.sum(1, keepdims=True)), None
+
+        return jax.lax.scan(layer, x, stored)[0].sum()
+
+    program = jax.make_jaxpr(jax.grad(loss))(jnp.ones((2, 48)))
+    scans = [step for step in program.eqns if step.primitive.name == "scan"]
+    assert len(scans) == 2  # forward and backward
+    for scan in scans:
+        constants = scan.invars[: scan.params["num_consts"]]
+        assert all(x.aval.size < kernel_size / 2 for x in constants)
 
 
 # --- what is adapted ------------------------------------------------------------------
