@@ -54,6 +54,9 @@ from support.huggingface import (
     shapes_of,
     text_fixture,  # noqa: F401  pytest finds them here
 )
+from support.huggingface import (
+    opened as opened_folder,
+)
 from support.models import (
     FAST_COMPILE,
     MIXED,
@@ -553,6 +556,37 @@ RUN = {
     "optimizer__learning_rate": 0.1,
     "optimizer__schedule": "constant",
 }
+
+
+def test_a_quantised_base_is_read_and_converted_layer_by_layer():
+    changes = {
+        "lora.rank": 4,
+        "lora.base": "nf4",
+        "mesh.data": 1,
+        "mesh.fsdp": 2,
+        "mesh.tensor": 2,
+    }
+    at = opened_folder(SMOLLM, changes, devices=4)
+    kernels = at.target.stored_by_layer
+    assert len(kernels) == 7
+    layers = {path: at.wanted[path].shape[0] for path in kernels}
+    assert min(layers.values()) > 1
+    sizes = {path: [] for path in at.wanted}
+
+    def store(path, kernel):
+        sizes[path].append(kernel.shape[0])
+        return at.target.store(path, kernel)
+
+    by_layer = at.tensors.load(at.wanted, store, kernels)
+    for path, seen in sizes.items():
+        whole_dim = at.wanted[path].shape[0]
+        assert seen == ([1] * layers[path] if path in kernels else [whole_dim]), path
+    whole = at.tensors.load(at.wanted, at.target.store)
+    assert bitwise_equal(by_layer, whole)
+    for found, expected in zip(
+        jax.tree.leaves(by_layer), jax.tree.leaves(whole), strict=True
+    ):
+        assert found.sharding == expected.sharding
 
 
 DOCS = paths.DOCS / "lora.md"
