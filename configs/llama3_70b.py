@@ -6,6 +6,8 @@
 
 `:pipeline` holds 20 layers on each of four stages, in five chunks of four, for devices that are too
 many or too far apart for fsdp alone: 4 x fsdp 32, with --config.mesh.tensor=8 on 1,024 of them.
+`:qlora` trains adapters on a base in 4 bits, on one GPU of 80 GB. `train` refuses it without weights and
+data: --config.init.from_huggingface=FOLDER --config.data.source=text --config.data.path='notes/**/*.md'.
 The .bin files hold token ids as uint32 (128,256 tokens do not fit in uint16).
 """
 
@@ -41,4 +43,26 @@ def get_config(size=None):
         config.pipeline.schedule, config.pipeline.chunks = "interleaved", 5
         config.pipeline.microbatches = 16  # bubble 3 / 83
         return config
+    if size == "qlora":
+        return with_adapters(config)
     return sized(config, size)
+
+
+def with_adapters(config):
+    config.init.required = True
+    config.lora.rank, config.lora.alpha = 16, 32.0
+    config.lora.base = "nf4"
+    config.train.steps = 1000
+    config.batch.global_size = 16
+    config.batch.accumulation = 16  # one sequence at a time
+    # of text, not of token files: the tokenizer is that of the weights
+    config.data.source, config.data.bin_dtype = "stdlib", "uint16"
+    config.data.packing = "documents"
+
+    optimizer = config.optimizer
+    optimizer.name, optimizer.learning_rate = "adamw", 1e-4
+    optimizer.final_learning_rate = 0.0
+    optimizer.warmup_steps = None  # a tenth of the steps, at most 100
+
+    config.checkpoint.every_steps = 100
+    return config

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config import ConfigError
@@ -164,6 +165,7 @@ class Tensors:
         self,
         abstract: Mapping[str, jax.ShapeDtypeStruct],
         convert: Callable[[str, jax.Array], Any] | None = None,
+        by_layer: Collection[str] = (),
     ) -> dict[str, Any]:
         """Reads the parameters, each in the dtype and sharding of its abstract array.
 
@@ -171,6 +173,8 @@ class Tensors:
           abstract: the wanted arrays, by path.
           convert: called with the path and array of each parameter before the next one
             is read; its result is kept in place of the array.
+          by_layer: paths of stacks that are read and converted one layer at a time. The
+            results are joined. So one layer is in memory before its conversion.
 
         Returns:
           The parameters by path.
@@ -186,10 +190,17 @@ class Tensors:
         for stored in self.family.present(shapes):
             for part in stored.parts:
                 offset = stored.offset(part, shapes)
-                value: Any = self._place(stored, part, offset, abstract[part.path])
-                if convert:
-                    value = convert(part.path, value)
-                parameters[part.path] = value
+                x = abstract[part.path]
+                pieces: Sequence[int | None] = [None]
+                if part.stacked and part.path in by_layer:
+                    pieces = range(x.shape[0])
+                values: list[Any] = []
+                for layer in pieces:
+                    value: Any = self._place(stored, part, offset, x, layer)
+                    if convert:
+                        value = convert(part.path, value)
+                    values.append(value)
+                parameters[part.path] = jax.tree.map(_join_layers, *values)
         faults = _listed("tensors with NaN or infinite values", self._not_finite)
         if faults:
             raise ConfigError(
@@ -198,7 +209,12 @@ class Tensors:
         return parameters
 
     def _place(
-        self, stored: Stored, part: TensorPart, offset: int, x: jax.ShapeDtypeStruct
+        self,
+        stored: Stored,
+        part: TensorPart,
+        offset: int,
+        x: jax.ShapeDtypeStruct,
+        layer: int | None = None,
     ) -> jax.Array:
         """Reads a parameter into its shards, and puts them on this process's devices.
 
@@ -207,14 +223,18 @@ class Tensors:
           part: the parameter's part of it.
           offset: where the part begins on the tensor's axis.
           x: the wanted array.
+          layer: the layer to read, as a stack of one; None: the whole parameter.
         """
         assert x.sharding is not None, f"{part.path} needs a sharding"
+        shape = x.shape if layer is None else (1, *x.shape[1:])
         indices = x.sharding.addressable_devices_indices_map(x.shape)
         shards: dict[_Ranges, list[jax.Device]] = {}
         for device, index in indices.items():
             ranges = tuple(
                 s.indices(n)[:2] for s, n in zip(index or (), x.shape, strict=True)
             )
+            if layer is not None:
+                ranges = ((layer, layer + 1), *ranges[1:])
             shards.setdefault(ranges, []).append(device)
         arrays = []
         for ranges, devices in shards.items():
@@ -222,7 +242,7 @@ class Tensors:
             arrays += [jax.device_put(block, device) for device in devices]
             # The copies end here, so that the block is freed before the next one.
             jax.block_until_ready(arrays)
-        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, arrays)
+        return jax.make_array_from_single_device_arrays(shape, x.sharding, arrays)
 
     def _read_shard(
         self,
@@ -276,6 +296,15 @@ class Tensors:
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate(pieces, len(before))
+
+
+def _join_layers(*layers: jax.Array) -> jax.Array:
+    """Joins stacks of one layer each, in their sharding."""
+    if len(layers) == 1:
+        return layers[0]
+    join = jax.jit(jnp.concatenate, out_shardings=layers[0].sharding)
+    joined: jax.Array = jax.block_until_ready(join(layers))
+    return joined
 
 
 def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:

@@ -83,12 +83,12 @@ def _tokenizer_of(
 
 
 def _load(target: Target, tensors: Tensors) -> LoadedWeights:
-    """Reads the parameters, one at a time."""
+    """Reads the parameters one at a time, quantised kernels one layer at a time."""
     kind = read_config(tensors.folder).get("model_type")
     note = ""
     if kind not in FAMILIES:
         note = f"{tensors.folder}: {kind!r} is not known, and read as a llama: compare its logits"
-    values = tensors.load(target.parameters, target.store)
+    values = tensors.load(target.parameters, target.store, target.stored_by_layer)
     return LoadedWeights(values, note=note, small_files=tensors.folder)
 
 

@@ -61,7 +61,7 @@ class LoraConfig:
     alpha: PositiveFloat = 16.0  # kernels act as W + alpha / rank x A B
     # regexes that match the end of a kernel's path: query, mlp/.*
     targets: tuple[str, ...] = (".*",)
-    # storage of the blocks' kernels; none = unchanged, nf4 = half a byte per weight
+    # storage of the blocks' kernels; none = unchanged, nf4 = 0.56 bytes per weight
     base: Base = "none"
     dropout: Share = 0.0  # share of an adapter's inputs that is dropped in training
     # folder of a PEFT adapter with the initial values of A and B; "" = B is 0

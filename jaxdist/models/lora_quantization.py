@@ -124,12 +124,23 @@ def _look_up(codes: jax.Array) -> jax.Array:
     qwix looks them up in one long row. For that a partitioner would gather the shards
     of all devices, and a lookup is slow on TPU. So each of four rounds halves the
     candidates by one bit of the code, which fuses with the ops that follow.
+
+    The first round has no `where` of two constants, because that needs arrays of them.
+    They do not depend on the layer, so `jax.lax.scan` would move them out of the loop
+    over layers. There all of them would be in memory at once. (XLA for TPU moves them
+    back, XLA for GPU does not.) A clamp takes the constants as scalars. The table
+    ascends: a number above it is clamped to the odd candidate, one below to the even.
     """
-    candidates = [jnp.float32(value) for value in table()]
-    for bit in range(4):
+    beyond = 4 * (codes & 1).astype(jnp.float32) - 2  # 2 or -2; the table is within 1
+    values = table()
+    candidates = [
+        jax.lax.clamp(even, beyond, odd)
+        for even, odd in zip(values[::2], values[1::2], strict=True)
+    ]
+    for bit in range(1, 4):
         is_set = (codes >> bit & 1) == 1
-        pairs = zip(candidates[::2], candidates[1::2], strict=True)
-        candidates = [jnp.where(is_set, odd, even) for even, odd in pairs]
+        halves = zip(candidates[::2], candidates[1::2], strict=True)
+        candidates = [jnp.where(is_set, odd, even) for even, odd in halves]
     value: jax.Array = candidates[0]
     return value
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
+from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
 from jaxdist.config import trees
@@ -69,6 +70,7 @@ class Target:
         self.config = config
         self.abstract = abstract
         self._build = build
+        self._conversions: dict[str, Callable[[jax.Array], Any]] = {}
 
     @functools.cached_property
     def parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -102,6 +104,21 @@ class Target:
         spec = compose.model_spec(self.config, self._build)
         return lora.kernels(spec.abstract_model)
 
+    @functools.cached_property
+    def stored_by_layer(self) -> frozenset[str]:
+        """The paths of kernels that `store` takes one layer at a time, to save memory.
+
+        They are quantised, and no mesh axis splits their layers.
+        """
+
+        def is_split(path: str) -> bool:
+            sharding = self.parameters[path].sharding
+            assert isinstance(sharding, NamedSharding)
+            return bool(sharding.spec) and sharding.spec[0] is not None
+
+        quantised = (path for path, kernel in self._kernels.items() if kernel.form)
+        return frozenset(path for path in quantised if not is_split(path))
+
     def store(self, path: str, kernel: jax.Array) -> Any:
         """Converts a parameter to the form that the run stores.
 
@@ -110,15 +127,23 @@ class Target:
 
         Args:
           path: path of the parameter.
-          kernel: its value, with the sharding of the run.
+          kernel: its value, with the sharding of the run; or some of its layers.
         """
         adapted = self._kernels.get(path)
         if adapted is None or adapted.form is None:
             return kernel
+        if path not in self._conversions:
+            self._conversions[path] = self._conversion(path, adapted)
+        return jax.block_until_ready(self._conversions[path](kernel))
+
+    def _conversion(
+        self, path: str, adapted: lora.LoraKernel
+    ) -> Callable[[jax.Array], Any]:
+        """Compiles the conversion of a kernel, once for all its layers."""
+        assert adapted.form is not None
         stored = trees.flatten_names(self.abstract.frozen)
         shardings = tuple(stored[f"{path}/{part}"].sharding for part in adapted.parts)
-        convert = jax.jit(adapted.form.store, out_shardings=shardings)
-        return jax.block_until_ready(convert(kernel))
+        return jax.jit(adapted.form.store, out_shardings=shardings)
 
 
 class WeightSource(Protocol):

@@ -18,6 +18,7 @@ from jaxdist.planner import dry_run
 from jaxdist.trainer import (
     cli,
     compose,
+    fine_tuning,
     layout_rules,
     run_config,
     validation,
@@ -108,6 +109,18 @@ def test_tiny_is_small_and_of_the_same_family(name):
         run.model["num_kv_heads"] < run.model["num_heads"] for run in (full, tiny)
     ]
     assert grouped[0] == grouped[1]
+
+
+def test_adapters_for_70b_are_refused_without_weights_and_data():
+    with pytest.raises(ConfigError) as raised:
+        fine_tuning.check(parse("--config", "llama3_70b:qlora"), (), {})
+    said = str(raised.value)
+    assert "init.required=true: this config trains weights that exist" in said
+    assert "no data are named" in said
+    run = parse("--config", "llama3_70b:qlora", "--config.init.required=false")
+    assert (run.lora.base, run.precision.params) == ("nf4", "float32")
+    shape = validation.validate(run, jax.devices()[:1], with_data=False).shape
+    assert shape.batch_shards == 1
 
 
 def test_sizes_are_a_closed_set():

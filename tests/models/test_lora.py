@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import re
 import shlex
 import shutil
@@ -56,6 +57,9 @@ from support.huggingface import (
     run_convert,
     shapes_of,
     text_fixture,  # noqa: F401  pytest finds them here
+)
+from support.huggingface import (
+    opened as opened_folder,
 )
 from support.models import (
     FAST_COMPILE,
@@ -164,6 +168,42 @@ def test_nf4_is_what_qwix_makes_of_it_and_within_the_codes_gaps(name):
     np.testing.assert_allclose(found, nearest, atol=5e-5 * largest.max())
     gap = np.diff(values).max() / 2
     assert 0.9 * gap < (np.abs(found - rows) / largest).max() <= gap * (1 + 1e-4)
+
+
+def test_all_codes_of_nf4_give_the_bits_of_the_table():
+    codes = jnp.arange(16, dtype=jnp.uint8)
+    packed = codes[:, None] | codes[None, :] << 4  # all bytes
+    form = form_of("nf4", (), (32, 16), 1, "kernel")
+    kernel = jax.jit(form.restore)(packed, jnp.ones((1, 16)))
+    wanted = np.empty((32, 16), np.float32)
+    wanted[::2] = table()[:, None]
+    wanted[1::2] = table()[None, :]
+    # as integers: 0.0 and -0.0 differ
+    np.testing.assert_array_equal(
+        np.asarray(kernel).view(np.int32), wanted.view(np.int32)
+    )
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_loop_over_layers_gets_codes_and_no_other_array_of_a_kernels_size(kind):
+    """`jax.lax.scan` moves what does not depend on the layer out of its loop."""
+    _, form, stored = quantised("unnamed", kind)
+    kernel_size = math.prod(KERNELS["unnamed"][0][1:])
+
+    def loss(x):
+        @jax.checkpoint
+        def layer(x, stored):
+            y = x @ form.restore(*stored)
+            return jnp.tanh(x + y.sum(1, keepdims=True)), None
+
+        return jax.lax.scan(layer, x, stored)[0].sum()
+
+    program = jax.make_jaxpr(jax.grad(loss))(jnp.ones((2, 48)))
+    scans = [step for step in program.eqns if step.primitive.name == "scan"]
+    assert len(scans) == 2  # forward and backward
+    for scan in scans:
+        constants = scan.invars[: scan.params["num_consts"]]
+        assert all(x.aval.size < kernel_size / 2 for x in constants)
 
 
 # --- what is adapted ------------------------------------------------------------------
@@ -522,6 +562,37 @@ RUN = {
     "optimizer__learning_rate": 0.1,
     "optimizer__schedule": "constant",
 }
+
+
+def test_a_quantised_base_is_read_and_converted_layer_by_layer():
+    changes = {
+        "lora.rank": 4,
+        "lora.base": "nf4",
+        "mesh.data": 1,
+        "mesh.fsdp": 2,
+        "mesh.tensor": 2,
+    }
+    at = opened_folder(SMOLLM, changes, devices=4)
+    kernels = at.target.stored_by_layer
+    assert len(kernels) == 7
+    layers = {path: at.wanted[path].shape[0] for path in kernels}
+    assert min(layers.values()) > 1
+    sizes = {path: [] for path in at.wanted}
+
+    def store(path, kernel):
+        sizes[path].append(kernel.shape[0])
+        return at.target.store(path, kernel)
+
+    by_layer = at.tensors.load(at.wanted, store, kernels)
+    for path, seen in sizes.items():
+        whole_dim = at.wanted[path].shape[0]
+        assert seen == ([1] * layers[path] if path in kernels else [whole_dim]), path
+    whole = at.tensors.load(at.wanted, at.target.store)
+    assert bitwise_equal(by_layer, whole)
+    for found, expected in zip(
+        jax.tree.leaves(by_layer), jax.tree.leaves(whole), strict=True
+    ):
+        assert found.sharding == expected.sharding
 
 
 DOCS = paths.DOCS / "lora.md"

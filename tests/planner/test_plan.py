@@ -503,10 +503,25 @@ def test_llama3_8b_fits_a_v5p_slice(home, capsys):
     assert found["memory"]["alias_bytes"] == pytest.approx(state, rel=0.01)
 
 
+needs_cuda_compiler = pytest.mark.skipif(
+    not any(find_spec(f"jax_{name}_plugin") for name in ("cuda12", "cuda13")),
+    reason='needs the CUDA compiler: pip install -e ".[aot-gpu]"',
+)
+
+
 @pytest.mark.slow
+@needs_cuda_compiler
+def test_a_70b_base_in_4_bits_fits_one_gpu(home, capsys):
+    words = ["--config", "llama3_70b:qlora", "--config.init.required=false"]
+    assert plan.main([*words, "--on", "h100:1x1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["argument_bytes"] > 70e9 / 2  # all codes are there
+    assert found["memory"]["peak_bytes"] < found["memory"]["capacity_bytes"] < 80e9
+
+
+@pytest.mark.slow
+@needs_cuda_compiler
 def test_gpus_are_compiled_for_without_one(cache):
-    if not any(find_spec(f"jax_{name}_plugin") for name in ("cuda12", "cuda13")):
-        pytest.skip('needs the CUDA compiler: pip install -e ".[aot-gpu]"')
     found = make_plan(
         run_of(TINY), targets.parse("h100:1x8"), options=CompileOptions(cache=cache)
     )

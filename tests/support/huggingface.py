@@ -40,6 +40,7 @@ class Opened(NamedTuple):
     mesh: Mesh
     built: TrainStep
     tensors: interop.Tensors
+    target: Target
     wanted: dict  # what of them is wanted where
 
 
@@ -59,12 +60,13 @@ def opened(folder, changes=None, devices=8):
     devices = jax.devices()[: devices if changes else 1]
     composition = validation.validate(run, devices)
     built = composition.build_step(devices)
-    wanted = Target(run, built.views.abstract).parameters
+    target = Target(run, built.views.abstract)
+    wanted = target.parameters
     tensors = interop.open_weights(
         folder, run.model_options, {p: x.shape for p, x in wanted.items()}
     )
     return Opened(
-        composition.spec, composition.rules, built.mesh, built, tensors, wanted
+        composition.spec, composition.rules, built.mesh, built, tensors, target, wanted
     )
 
 
