@@ -45,6 +45,7 @@ from jaxdist.parallel import execution
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.dim_names import Names, in_stack
 from jaxdist.protocols.model import BlockInfo, is_staged
+from jaxdist.protocols.model_spec import as_stored
 
 Base = Literal["none", "int8", "nf4"]
 Build = Callable[[nnx.Rngs], Any]
@@ -431,8 +432,17 @@ def weights(frozen: Any, config: LoraConfig) -> dict[str, int]:
     }
 
 
-def summary(trainable: Any, frozen: Any, config: LoraConfig) -> str:
-    """Summarises the trained and the frozen parameters, which may be abstract."""
+def summary(trainable: Any, frozen: Any, config: LoraConfig, params: str) -> str:
+    """Summarises the trained and the frozen parameters.
+
+    Args:
+      trainable: abstract parameters.
+      frozen: abstract parameters.
+      config: settings of the adapters.
+      params: `precision.params`, the dtype that they are stored in.
+    """
+    trainable = as_stored(trainable, params)
+    frozen = as_stored(frozen, params)
     adapters = sum(leaf.size for leaf in jax.tree.leaves(trainable))
     base = sum(weights(frozen, config).values())
     share = 100 * adapters / (adapters + base)

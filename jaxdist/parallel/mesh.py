@@ -229,23 +229,6 @@ def count_slices(devices: Sequence[jax.Device]) -> int:
     return max(len(slices), 1)
 
 
-def axes_between_hosts(mesh: Mesh) -> list[str]:
-    """Lists axes of a mesh of GPUs that talk in every layer and cross hosts.
-
-    The GPUs of a host, or of several that NVLink joins, have one slice index.
-    """
-    devices = mesh.devices
-    if devices.flat[0].platform != "gpu":
-        return []
-    hosts = np.vectorize(lambda device: getattr(device, "slice_index", 0))(devices)
-    crossing = []
-    for axis in CHATTY_AXES:
-        neighbours = np.moveaxis(hosts, mesh.axis_names.index(axis), 0)
-        if (neighbours != neighbours[0]).any():
-            crossing.append(axis)
-    return crossing
-
-
 def slices_of(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
     """Counts the slices of TPUs; other devices have as many as the mesh requires."""
     if devices[0].platform == "tpu":

@@ -5,10 +5,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ConfigError
-from jaxdist.parallel.axes import BATCH_AXES, SEQUENCE_AXES, STATE_AXES
+from jaxdist.parallel.axes import (
+    BATCH_AXES,
+    CHATTY_AXES,
+    CROSSING_AXES,
+    SEQUENCE_AXES,
+    STATE_AXES,
+)
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.dim_names import PARAMETER_AXES, Names, unknown_names
 
@@ -134,6 +141,34 @@ def warnings(placements: Sequence[Placement], rules: Rules) -> list[str]:
             f"sharding.rules"
         )
     return lines
+
+
+def axes_between_hosts(mesh: jax.sharding.Mesh) -> list[str]:
+    """Lists axes of a mesh of GPUs that talk in every layer and cross hosts.
+
+    The GPUs of a host, or of several that NVLink joins, have one slice index.
+    """
+    devices = mesh.devices
+    if devices.flat[0].platform != "gpu":
+        return []
+    hosts = np.vectorize(lambda device: getattr(device, "slice_index", 0))(devices)
+    crossing = []
+    for axis in CHATTY_AXES:
+        neighbours = np.moveaxis(hosts, mesh.axis_names.index(axis), 0)
+        if (neighbours != neighbours[0]).any():
+            crossing.append(axis)
+    return crossing
+
+
+def slow_axis_warnings(mesh: jax.sharding.Mesh) -> list[str]:
+    """Warns of axes that talk in every layer, over the links between hosts of GPUs."""
+    *others, last = CROSSING_AXES
+    cures = f"mesh.{', mesh.'.join(others)} or mesh.{last}"
+    return [
+        f"mesh.{axis}={mesh.shape[axis]} crosses hosts of GPUs and communicates in "
+        f"every layer, over slow links: keep it within a host, and let {cures} cross them"
+        for axis in axes_between_hosts(mesh)
+    ]
 
 
 def _idle_warning(axis: str, size: int) -> str:

@@ -7,11 +7,8 @@ from jax.sharding import Mesh
 from jaxdist.models import lora as adapters
 from jaxdist.models import registry
 from jaxdist.parallel import execution, placement, precision
-from jaxdist.parallel.axes import CROSSING_AXES
-from jaxdist.parallel.mesh import axes_between_hosts
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.dim_names import has_experts
-from jaxdist.protocols.model_spec import as_stored
 from jaxdist.step import reduction
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import fine_tuning, product_formats
@@ -30,11 +27,8 @@ def counts(composition: Composition) -> str:
     config = composition.config
     spec = composition.spec
     if config.lora.rank:
-        params = config.precision.params
         text = adapters.summary(
-            as_stored(spec.trainable, params),
-            as_stored(spec.frozen, params),
-            config.lora,
+            spec.trainable, spec.frozen, config.lora, config.precision.params
         )
     else:
         text = spec.counts
@@ -96,21 +90,10 @@ def _warnings(composition: Composition, mesh: Mesh) -> list[str]:
     """Warns of mesh axes without work or with slow links, and of adapters' rates."""
     texts = [
         *placement.warnings(composition.placements(), composition.rules),
-        *_slow_axes(mesh),
+        *placement.slow_axis_warnings(mesh),
         *fine_tuning.warnings(composition.config),
     ]
     return [f"warning: {text}" for text in texts]
-
-
-def _slow_axes(mesh: Mesh) -> list[str]:
-    """Warns of axes that talk in every layer, over the links between hosts of GPUs."""
-    *others, last = CROSSING_AXES
-    cures = f"mesh.{', mesh.'.join(others)} or mesh.{last}"
-    return [
-        f"mesh.{axis}={mesh.shape[axis]} crosses hosts of GPUs and communicates in "
-        f"every layer, over slow links: keep it within a host, and let {cures} cross them"
-        for axis in axes_between_hosts(mesh)
-    ]
 
 
 def context_lines(config: RunConfig, rules: Rules) -> list[str]:

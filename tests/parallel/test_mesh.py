@@ -18,13 +18,8 @@ from jaxdist.config import ConfigError
 from jaxdist.distributed import initialize
 from jaxdist.parallel import mesh as meshes
 from jaxdist.parallel.axes import AXES
-from jaxdist.parallel.mesh import (
-    DcnConfig,
-    MeshConfig,
-    axes_between_hosts,
-    build_mesh,
-    resolve_mesh,
-)
+from jaxdist.parallel.mesh import DcnConfig, MeshConfig, build_mesh, resolve_mesh
+from jaxdist.parallel.placement import axes_between_hosts, slow_axis_warnings
 from jaxdist.planner import targets
 
 
@@ -212,8 +207,14 @@ def test_axes_that_talk_in_every_layer_between_hosts_of_gpus_are_found(
         for number in range(16)
     ]
     shape = resolve_mesh(config, len(devices))
-    mesh = SimpleNamespace(devices=meshes.arrange(shape, devices), axis_names=AXES)
+    mesh = SimpleNamespace(
+        devices=meshes.arrange(shape, devices), axis_names=AXES, shape=shape.sizes
+    )
     assert axes_between_hosts(mesh) == crossing
+    warnings = slow_axis_warnings(mesh)
+    assert len(warnings) == len(crossing)
+    for axis, text in zip(crossing, warnings, strict=True):
+        assert text.startswith(f"mesh.{axis}={shape.sizes[axis]} crosses hosts of GPUs")
 
 
 def test_hosts_of_cpu_devices_and_tpus_are_no_matter():
