@@ -149,9 +149,14 @@ class Tree:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
     def configs(self) -> list[str]:
-        """Gives the shipped configs, those with a tiny size at that size."""
+        """Gives the shipped configs, those with a tiny size at that size.
+
+        `finetune` is left out: it has no model without weights.
+        """
         names = []
         for file in sorted((self.path / "configs").glob("[a-z]*.py")):
+            if file.stem == "finetune":
+                continue
             tiny = "get_config(size" in file.read_text()
             names.append(f"{file.stem}:tiny" if tiny else file.stem)
         return names
