@@ -674,7 +674,11 @@ def assert_rows(campaign: Campaign, quiet: Path, *, on_other_mesh: bool) -> None
 
 def assert_no_other_file(campaign: Campaign) -> None:
     """Asserts that nothing was written but where the command says so."""
-    assert not leftovers(campaign.run)
+    # A kill amid a write leaves the part of one file, which a write after an hour removes.
+    left = [Path(file) for file in leftovers(campaign.run)]
+    kills = [life for life in campaign.plan.lives if "kill -9" in life.order.kind]
+    assert len(left) <= len(kills), left
+    assert {file.suffix for file in left} <= {".partial"}, left
     folder = campaign.folder
     for each in ("home", "cwd"):
         assert not list((folder / each).iterdir()), each
