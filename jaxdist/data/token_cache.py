@@ -316,7 +316,7 @@ class _CacheWriter:
         self._tokens = (folder / _TOKENS).open("wb")
         self._weights: IO[bytes] | None = None  # opened for the first weights
         self._counts: Counter[str] = Counter()
-        self._damaged: list[str] = []  # ids of documents that are no UTF-8
+        self._damaged: list[str] = []  # ids of documents that are not UTF-8
         self._content = hashlib.sha256()
         self._max_id = 0
 
@@ -378,13 +378,13 @@ class _CacheWriter:
         )
 
     def _damage_notes(self) -> list[str]:
-        """Formats a line about documents that are no UTF-8; [] if all are."""
+        """Formats a line about documents that are not UTF-8; [] if all are."""
         if not self._damaged:
             return []
         return [
-            f"{len(self._damaged)} documents are no UTF-8, for example "
-            f"{one_line(self._damaged[0])}: their other bytes became U+FFFD; convert them, "
-            f"as by iconv -f latin1 -t utf-8"
+            f"documents that are not UTF-8: {len(self._damaged)}, for example "
+            f"{one_line(self._damaged[0])}; their invalid bytes became U+FFFD. Convert such "
+            f"files, for example with iconv -f latin1 -t utf-8"
         ]
 
     def finish(self, corpus: Corpus) -> None:

@@ -71,8 +71,7 @@ class TrainedRun:
     log: Callable[[str], None]  # receives a line per event
 
     def __repr__(self) -> str:
-        step = int(self.state.step)
-        return f"TrainedRun(step {step}, {self.spec.counts}, {str(self.folder)!r})"
+        return f"TrainedRun(step {int(self.state.step)}, {str(self.folder)!r})"
 
     @property
     def mesh(self) -> Mesh:

@@ -131,8 +131,7 @@ def _choose_length(config: ConfigDict, overrides: Mapping[str, str]) -> list[str
     """
     lengths = {"train.steps", "train.epochs"}
     named = lengths & overrides.keys()
-    epochs = schema.flatten(config).get("train.epochs")
-    has_epochs = bool(epochs)
+    has_epochs = bool(schema.flatten(config).get("train.epochs"))
     if not has_epochs:  # 0 leaves the length to train.steps
         named.discard("train.epochs")
     fault = (

@@ -637,15 +637,10 @@ def test_integers_have_64_bits(value, more):
     assert schema.resolve({"seed": 2**63 - 1, "rate": 10**30}, SCHEMA)["rate"] == 1e30
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("train.max_iters", "train.steps"),
-        ("block_size", "batch.sequence_length"),
-        ("model.n_layer", "model.num_layers"),
-    ],
-)
+@pytest.mark.parametrize(("name", "key"), config._ELSEWHERE.items())
 def test_names_of_other_trainers_are_known(name, key):
     keys = run_config.full_schema(run_config.default_config().model.target)
-    assert config.suggest(name, keys) == f" Did you mean {key}?"
+    assert key in keys
+    assert name not in {known.rpartition(".")[2] for known in keys}
+    assert config.suggest(f"train.{name}", keys) == f" Did you mean {key}?"
     assert config.suggest(name, ["seed"]) == ""

@@ -655,7 +655,7 @@ def test_options_read_from_the_command_line():
     assert json.dumps(dataclasses.asdict(DataConfig()))
 
 
-def test_text_that_is_no_utf8_is_named(tmp_path):
+def test_text_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "latin.txt").write_bytes("Grüße ".encode("latin-1") * 200)
     (tmp_path / "utf8.txt").write_text("Grüße \ufffd " * 200, encoding="utf-8")
     lines = []
@@ -668,5 +668,5 @@ def test_text_that_is_no_utf8_is_named(tmp_path):
     for _ in range(2):  # made, and found in the cache
         open_dataset(config, sequence_length=16, log=lines.append)
         (line,) = (line for line in lines if "UTF-8" in line)
-        assert "1 documents are no UTF-8, for example latin.txt" in line
+        assert "not UTF-8: 1, for example latin.txt;" in line
         lines.clear()

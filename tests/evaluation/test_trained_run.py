@@ -60,6 +60,7 @@ def test_the_average_is_read_and_nothing_else(trained, here, alone):
         assert int(run.state.step) == STEPS
     assert here.built.mesh.shape["fsdp"] == here.built.mesh.shape["tensor"] == 2
     assert alone.built.mesh.size == 1
+    assert repr(here) == f"TrainedRun(step {STEPS}, {str(here.folder)!r})"
     leaves = jax.tree.leaves(here.state.trainable)
     where = jax.tree.leaves(here.built.shardings.trainable)
     assert all(x.sharding == s for x, s in zip(leaves, where, strict=True))

@@ -45,7 +45,7 @@ class Document(NamedTuple):
 
     id: str
     text: str
-    is_damaged: bool = False  # bytes of it were no UTF-8, and became U+FFFD
+    is_damaged: bool = False  # some bytes were not UTF-8 and became U+FFFD
 
 
 @dataclasses.dataclass(frozen=True)
