@@ -1,7 +1,12 @@
-"""The loss of a model as sums, and its gradients summed over a global batch."""
+"""The loss of a model as sums, and its gradients summed over a global batch.
+
+Accumulation holds one tree of gradients. The backward pass of an accumulation step adds
+a gradient to the sums as soon as it is known; in a scan over layers that is layer by
+layer. If a step made a tree of its own first, there would be two.
+"""
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +18,7 @@ from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.pipeline.stage import Pipeline
 from jaxdist.parallel.pipeline.stage_params import StageParams
 from jaxdist.parallel.remat import RematConfig, recompute
+from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.dim_names import Names
 from jaxdist.protocols.model import Batch, Loss
 from jaxdist.protocols.model_spec import ModelSpec, Tree
@@ -56,6 +62,38 @@ class SumsFunction(Protocol):
         ...
 
 
+class AddGradients(Protocol):
+    """A function that adds the gradients of an accumulation step to sums, in place."""
+
+    def __call__(
+        self,
+        sums: Tree,
+        trainable: Tree,
+        model_state: Tree,
+        frozen: Tree,
+        batch: Batch,
+        key: jax.Array | None,
+        scale: jax.Array | None = None,
+    ) -> tuple[Tree, Loss]:
+        """Adds gradients to sums.
+
+        Args:
+          sums: float32 sums of the gradients of earlier accumulation steps.
+          trainable: like those of `SumsFunction`, and so are all further arguments.
+
+        Returns:
+          The new sums, and the unscaled loss of this accumulation step.
+        """
+        ...
+
+
+class GradientFunctions(NamedTuple):
+    """Two ways to compute the gradients of the objective for a batch."""
+
+    compute: SumsFunction
+    add: AddGradients
+
+
 def build_objective(
     spec: ModelSpec, *, compute: str, remat: RematConfig | str
 ) -> SumsFunction:
@@ -97,10 +135,44 @@ def build_objective(
     return objective
 
 
+def differentiate(objective: SumsFunction) -> GradientFunctions:
+    """Makes the functions that compute the gradients of `build_objective`."""
+    compute: SumsFunction = jax.grad(objective, has_aux=True)
+
+    def add(
+        sums: Tree,
+        trainable: Tree,
+        model_state: Tree,
+        frozen: Tree,
+        batch: Batch,
+        key: jax.Array | None,
+        scale: jax.Array | None = None,
+    ) -> tuple[Tree, Loss]:
+        if any(x.dtype != jnp.float32 for x in jax.tree.leaves(trainable)):
+            # jax adds to references only in the dtype of the parameters
+            gradients, (loss, _) = compute(
+                trainable, model_state, frozen, batch, key, scale
+            )
+            return jax.tree.map(jnp.add, sums, gradients), loss
+
+        def of_trainable(trainable: Tree) -> tuple[jax.Array, tuple[Loss, Tree]]:
+            total: tuple[jax.Array, tuple[Loss, Tree]] = objective(
+                trainable, model_state, frozen, batch, key, scale
+            )
+            return total
+
+        total, pull_back, (loss, _) = jax.vjp(of_trainable, trainable, has_aux=True)
+        references = jax.tree.map(jax.new_ref, sums)
+        pull_back.with_refs(references)(jnp.ones_like(total))
+        return jax.tree.map(jax.freeze, references), loss
+
+    return GradientFunctions(compute, add)
+
+
 def build_pipelined(
-    spec: ModelSpec, staging: Staging, *, compute: str, backward: bool = True
-) -> SumsFunction:
-    """Builds the gradients of the objective, computed by the stages of a pipeline.
+    spec: ModelSpec, staging: Staging, *, compute: str
+) -> tuple[GradientFunctions, SumsFunction]:
+    """Builds the objective's gradients, computed by the stages of a pipeline.
 
     They equal the gradients of `build_objective`.
 
@@ -108,7 +180,9 @@ def build_pipelined(
       spec: the model with blocks by stage.
       staging: the pipeline's partition of the layers.
       compute: dtype of matrix products and activations.
-      backward: False computes the loss only.
+
+    Returns:
+      The functions that compute gradients, and the function that computes the loss only.
     """
     program = staging.program()
     names = names_of(spec)
@@ -116,27 +190,45 @@ def build_pipelined(
     def score(model: Any, x: jax.Array, microbatch: Batch, number: jax.Array) -> Loss:
         return spec.objective.head_loss(model, x, microbatch)
 
-    def pipelined(
+    def run(
+        sums: Tree | None,
         trainable: Tree,
         model_state: Tree,
         frozen: Tree,
         batch: Batch,
         key: jax.Array | None,
         scale: jax.Array | None = None,
-    ) -> tuple[Tree, tuple[Loss, Tree]]:
+        *,
+        backward: bool = True,
+    ) -> tuple[Tree, Loss]:
         params = StageParams(trainable, frozen, model_state)
         microbatches = split_batch(batch, staging.microbatches)
         pipeline = Pipeline(staging, program, build_assemble(spec, compute, key), score)
-        gradients, loss = pipeline_sums(
-            pipeline, params, names, microbatches, key, scale, backward=backward
+        return pipeline_sums(
+            pipeline, params, names, microbatches, key, scale, sums, backward=backward
+        )
+
+    def sums_of(
+        trainable: Tree,
+        model_state: Tree,
+        frozen: Tree,
+        batch: Batch,
+        key: jax.Array | None,
+        scale: jax.Array | None = None,
+        *,
+        backward: bool,
+    ) -> tuple[Tree, tuple[Loss, Tree]]:
+        gradients, loss = run(
+            None, trainable, model_state, frozen, batch, key, scale, backward=backward
         )
         return gradients, (loss, model_state)
 
-    return pipelined
+    gradients = GradientFunctions(compute=partial(sums_of, backward=True), add=run)
+    return gradients, partial(sums_of, backward=False)
 
 
 def sum_gradients(
-    gradient_of: SumsFunction,
+    gradients_of: GradientFunctions,
     state: State,
     batch: Batch,
     key: jax.Array,
@@ -152,7 +244,7 @@ def sum_gradients(
     counts (packing, padding) weigh as in a batch that is not split.
 
     Args:
-      gradient_of: function of `build_pipelined`, or the gradient of `build_objective`.
+      gradients_of: functions of `build_pipelined` or `differentiate`.
       state: the state, whose parameters and model state are read.
       batch: the global batch.
       key: the step's random key.
@@ -167,7 +259,9 @@ def sum_gradients(
     def sum_locally(
         params: StageParams, batch: Batch, key: jax.Array, scale: jax.Array | None
     ) -> Sums:
-        scaled = partial(gradient_of, scale=scale)
+        scaled = GradientFunctions(
+            *(partial(function, scale=scale) for function in gradients_of)
+        )
         return _sum_accumulation_steps(
             scaled, params, batch, key, accumulation, names.trainable
         )
@@ -179,20 +273,30 @@ def sum_gradients(
     pipelined = execution.current().axis_size("pipeline") > 1
     axes = ("pipeline", *axes_summed_once) if pipelined else axes_summed_once
     specs = jax.tree.map(partial(execution.region_spec, axes=axes), params, names)
+    summed_specs = jax.tree.map(
+        partial(execution.region_spec, axes=axes, use=Rules.state),
+        params.trainable,
+        names.trainable,
+    )
     gradients, loss = execution.region(
         lambda *arrays: _summed(
-            sum_locally(*arrays), names.trainable, axes_summed_once
+            sum_locally(*arrays), names.trainable, summed_specs, axes_summed_once
         ),
         axes,
         in_specs=(specs, P(axes_summed_once), P(), P()),
-        out_specs=(specs.trainable, P()),
+        out_specs=(summed_specs, P()),
     )(params, batch, key, scale)
-    gradients = loss_scale.unscaled(_shard_gradients(gradients, names.trainable), scale)
-    return Sums(gradients, loss, state.model_state)
+    now = execution.current()
+    gradients = jax.tree.map(
+        lambda gradient, dim_names: now.lay_out(gradient, Rules.state, dim_names),
+        gradients,
+        names.trainable,
+    )
+    return Sums(loss_scale.unscaled(gradients, scale), loss, state.model_state)
 
 
 def _sum_accumulation_steps(
-    gradient_of: SumsFunction,
+    gradients_of: GradientFunctions,
     params: StageParams,
     batch: Batch,
     key: jax.Array,
@@ -200,41 +304,61 @@ def _sum_accumulation_steps(
     names: Tree,
 ) -> Sums:
     trainable, frozen, model_state = params
-
-    def sums_of(accumulation_step: Batch) -> Sums:
-        gradients, (loss, after) = gradient_of(
-            trainable, model_state, frozen, accumulation_step, key
-        )
-        return Sums(
-            gradients=_shard_gradients(gradients, names),
-            loss=loss,
-            model_state=after if accumulation == 1 else {},
-        )
-
     if accumulation == 1:
-        return sums_of(batch)
+        gradients, (loss, after) = gradients_of.compute(
+            trainable, model_state, frozen, batch, key
+        )
+        return Sums(_shard_gradients(gradients, names), loss, after)
+
+    def sums_after(sums: Tree, accumulation_step: Batch) -> tuple[Tree, Loss]:
+        gradients, loss = gradients_of.add(
+            sums, trainable, model_state, frozen, accumulation_step, key
+        )
+        return _shard_gradients(gradients, names), loss
+
     accumulation_steps = split_batch(batch, accumulation)
-    first_part = jax.tree.map(lambda x: x[0], accumulation_steps)
-    abstract = jax.eval_shape(sums_of, first_part)
-    zeros: Sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
-    zeros = zeros._replace(gradients=_shard_gradients(zeros.gradients, names))
+    first = jax.tree.map(lambda x: x[0], accumulation_steps)
+    no_gradients = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trainable)
+    no_gradients = _shard_gradients(no_gradients, names)
+    _, abstract_loss = jax.eval_shape(sums_after, no_gradients, first)
+    no_loss: Loss = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_loss)
 
-    def add(total: Sums, accumulation_step: Batch) -> tuple[Sums, None]:
-        return jax.tree.map(jnp.add, total, sums_of(accumulation_step)), None
+    def add(
+        total: tuple[Tree, Loss], accumulation_step: Batch
+    ) -> tuple[tuple[Tree, Loss], None]:
+        gradients, loss = total
+        gradients, more = sums_after(gradients, accumulation_step)
+        return (gradients, jax.tree.map(jnp.add, loss, more)), None
 
-    sums, _ = jax.lax.scan(add, zeros, accumulation_steps)
-    return sums._replace(model_state=model_state)
+    (gradients, loss), _ = jax.lax.scan(
+        add, (no_gradients, no_loss), accumulation_steps
+    )
+    return Sums(gradients, loss, model_state)
 
 
-def _summed(sums: Sums, names: Tree, axes: tuple[str, ...]) -> tuple[Tree, Loss]:
-    """Sums the gradients and losses of replicas over manual axes."""
+def _summed(
+    sums: Sums, names: Tree, specs: Tree, axes: tuple[str, ...]
+) -> tuple[Tree, Loss]:
+    """Sums the gradients and losses of replicas over manual axes.
+
+    If the axes split the optimizer's state (ZeRO 1), a device receives only the part of
+    a gradient that it updates: half the bytes of a whole sum, and no second array of
+    the gradient's size.
+
+    Args:
+      sums: the sums of a replica.
+      names: logical names of the gradients.
+      specs: specs of the optimizer's state over manual axes.
+      axes: the manual axes to sum over.
+    """
     reduce = execution.current().reduce
 
-    def total(gradient: jax.Array, dim_names: Names) -> jax.Array:
+    def total(gradient: jax.Array, dim_names: Names, spec: P) -> jax.Array:
         sent = gradient.astype(reduction.sent_dtype(dim_names, gradient.shape, reduce))
-        return execution.sum_over(sent, axes).astype(jnp.float32)
+        return execution.sum_parts(sent, axes, spec).astype(jnp.float32)
 
-    return jax.tree.map(total, sums.gradients, names), jax.lax.psum(sums.loss, axes)
+    gradients = jax.tree.map(total, sums.gradients, names, specs)
+    return gradients, jax.lax.psum(sums.loss, axes)
 
 
 def _shard_gradients(gradients: Tree, names: Tree) -> Tree:

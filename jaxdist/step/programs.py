@@ -6,7 +6,6 @@ the gradients in its result, so XLA need not keep them.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 from jax.sharding import Mesh
@@ -19,9 +18,11 @@ from jaxdist.step import model_checks, reduction
 from jaxdist.step.assembly import assemble_model, names_of
 from jaxdist.step.evaluation import LossSums
 from jaxdist.step.gradients import (
+    GradientFunctions,
     SumsFunction,
     build_objective,
     build_pipelined,
+    differentiate,
     sum_gradients,
 )
 from jaxdist.step.loss_scale import factor
@@ -34,7 +35,7 @@ from jaxdist.step.update import UpdateRule, apply_stats
 
 def build_step_with_gradients(
     spec: ModelSpec,
-    gradient_of: SumsFunction,
+    gradients_of: GradientFunctions,
     rule: UpdateRule,
     *,
     mesh: Mesh,
@@ -46,7 +47,7 @@ def build_step_with_gradients(
 
     Args:
       spec: the model with flat blocks.
-      gradient_of: computes the gradients of an accumulation step of a batch.
+      gradients_of: compute the gradients of an accumulation step of a batch.
       rule: updates the state by the gradients.
       mesh: the devices.
       rules: the sharding rules.
@@ -82,7 +83,7 @@ def build_step_with_gradients(
             trainable, frozen = parameters
             state = state._replace(trainable=trainable, frozen=frozen)
             sums = sum_gradients(
-                gradient_of,
+                gradients_of,
                 state,
                 batch,
                 key,
@@ -146,7 +147,7 @@ def build_evaluate(
 
 def build_gradients(
     spec: ModelSpec, config: StepConfig
-) -> tuple[SumsFunction, SumsFunction]:
+) -> tuple[GradientFunctions, SumsFunction]:
     """Builds the gradients of the objective, and the objective without gradients.
 
     Args:
@@ -154,10 +155,9 @@ def build_gradients(
       config: the step's settings.
 
     Returns:
-      The function that computes gradients, and the function that computes the loss.
+      The functions that compute gradients, and the function that computes the loss.
     """
     if config.staging is None:
         objective = build_objective(spec, compute=config.compute, remat=config.remat)
-        return jax.grad(objective, has_aux=True), objective
-    build = partial(build_pipelined, spec, config.staging, compute=config.compute)
-    return build(backward=True), build(backward=False)
+        return differentiate(objective), objective
+    return build_pipelined(spec, config.staging, compute=config.compute)

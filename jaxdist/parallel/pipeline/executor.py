@@ -85,6 +85,7 @@ def pipeline_sums(
     batch: Batch,
     key: jax.Array | None,
     scale: jax.Array | None = None,
+    sums: Tree | None = None,
     *,
     backward: bool,
 ) -> tuple[Tree, Loss]:
@@ -100,6 +101,7 @@ def pipeline_sums(
       batch: fields [m, B, ...].
       key: random key of the step; None: the model is deterministic.
       scale: factor of the loss where its gradient starts, and so of the gradients.
+      sums: float32 gradient sums to add to, like the trainable tree; None: zeros.
       backward: whether to run the backward pass.
 
     Returns:
@@ -110,10 +112,10 @@ def pipeline_sums(
         specs = jax.tree.map(
             partial(execution.region_spec, axes=(PIPELINE,)), params, names
         )
-        in_specs = (specs, P(), P(), P())
+        in_specs = (specs, P(), P(), P(), P() if sums is None else specs.trainable)
         out_specs = (specs.trainable if backward else P(), P())
         run = execution.region(run, (PIPELINE,), in_specs=in_specs, out_specs=out_specs)
-    return run(params, batch, key, scale)
+    return run(params, batch, key, scale, sums)
 
 
 def _run(
@@ -124,10 +126,11 @@ def _run(
     batch: Batch,
     key: jax.Array | None,
     scale: jax.Array | None,
+    sums: Tree | None,
 ) -> tuple[Tree, Loss]:
     """Runs all ticks on one stage; arrays are this stage's shards."""
     stage = _Ticks(pipeline, params, names, batch, key, backward=backward, scale=scale)
-    carry = stage.start()
+    carry = stage.start(sums)
     rows, ticks = jax.tree.map(
         jnp.asarray, (pipeline.program.rows, pipeline.program.ticks)
     )
@@ -140,7 +143,7 @@ def _run(
         span = slice(run.start, run.start + run.length)
         items = jax.tree.map(operator.itemgetter(span), (rows, ticks))
         carry = jax.lax.scan(partial(stage.tick, run), carry, items)[0]
-    return stage.finish(carry)
+    return stage.finish(carry, sums)
 
 
 class _Ticks(Stage):
@@ -151,8 +154,8 @@ class _Ticks(Stage):
         """Whether each stage has the whole edges, and only the end stages count."""
         return self.staging.config.edges == "last"
 
-    def start(self) -> Carry:
-        """Creates the carry before the first tick."""
+    def start(self, sums: Tree | None) -> Carry:
+        """Creates the carry before the first tick; `sums` are added to in place."""
         x = jax.eval_shape(lambda: self.embed(self.edges, 0))
         y = jax.eval_shape(
             lambda: self.forward(self.chunk(0), jnp.zeros(x.shape, x.dtype), 0, 0)
@@ -160,10 +163,7 @@ class _Ticks(Stage):
         loss = jax.eval_shape(
             lambda: self.head(self.edges, jnp.zeros(x.shape, x.dtype), jnp.int32(0))
         )
-        names = self.names.trainable
-        blocks = {"blocks": self.blocks.trainable} if "blocks" in names else {}
-        trainable = blocks | self.edges.trainable
-        sums = jax.tree.map(_zero_gradient, trainable, names) if self.backward else None
+        sums = self._first_sums(sums) if self.backward else None
 
         def slots(count: int, *dims: int) -> jax.Array:
             return self.residual(jnp.zeros((count + 1, *dims, *x.shape), x.dtype))
@@ -183,6 +183,19 @@ class _Ticks(Stage):
                 lambda s: jnp.zeros((self.staging.config.chunks, *s.shape)), y.stats
             ),
         )
+
+    def _first_sums(self, sums: Tree | None) -> Tree:
+        """Chooses the gradient sums before the first tick: those given, or zeros.
+
+        With `edges_last`, `finish` sums edges over stages, so they begin with zeros.
+        """
+        names = self.names.trainable
+        blocks = {"blocks": self.blocks.trainable} if "blocks" in names else {}
+        trainable = blocks | self.edges.trainable
+        zeros: Tree = jax.tree.map(_zero_gradient, trainable, names)
+        if sums is None:
+            return zeros
+        return sums | without_blocks(zeros) if self.edges_last else sums
 
     def tick(
         self, run: TickRun, carry: Carry, item: tuple[Row, Tick]
@@ -314,12 +327,11 @@ class _Ticks(Stage):
         chunk, number = _barrier_tick(self.chunk(row.b_chunk), row.b_mb)
         if self.keeps_layers:
             inputs = jnp.concatenate([x[None], carry.layers[row.b_x]])
-            dchunk, dx = self.pull_layers(chunk, inputs, dy, number, row.b_chunk)
+            sums, dx = self._add_layers(carry.sums, chunk, inputs, dy, row, number)
         else:
             dchunk, dx = self.pull(chunk, x, dy, number, row.b_chunk)
-        return carry._replace(
-            dx=self.residual(dx), sums=self._add_chunk(carry.sums, dchunk, row)
-        )
+            sums = self._add_chunk(carry.sums, dchunk, row)
+        return carry._replace(dx=self.residual(dx), sums=sums)
 
     def _embed_backward(self, carry: Carry, at: Tick) -> Carry:
         """EB: all stages add the first stage's dx to their share of the table."""
@@ -393,6 +405,67 @@ class _Ticks(Stage):
         names = self.names.trainable["blocks"]
         return sums | {"blocks": jax.tree.map(add, sums["blocks"], dchunk, names)}
 
+    def _add_layers(
+        self,
+        sums: Tree,
+        chunk: StageParams,
+        inputs: jax.Array,
+        dy: jax.Array,
+        row: Row,
+        number: jax.Array,
+    ) -> tuple[Tree, jax.Array]:
+        """Adds the gradients of a chunk to the sums, layer by layer and in place.
+
+        Args:
+          sums: gradient sums.
+          chunk: blocks of the chunk.
+          inputs: inputs of the chunk's layers, or groups of layers.
+          dy: gradient of the chunk's output.
+          row: the ops of this stage in the tick.
+          number: number of the microbatch.
+
+        Returns:
+          The new sums, and the gradient of the chunk's input.
+        """
+        is_real = row.b_mb >= 0
+        of_blocks = "blocks" in sums  # otherwise all blocks are frozen
+        totals = {"blocks": sums["blocks"]} if of_blocks else {}
+        names = {"blocks": self.names.trainable["blocks"]} if of_blocks else {}
+
+        def add(totals: Tree, position: jax.Array, dlayer: Tree) -> Tree:
+            def add_layer(
+                total: jax.Array, gradient: jax.Array, names: Names
+            ) -> jax.Array:
+                real = jnp.where(is_real, gradient.astype(jnp.float32), 0)
+                at = (row.b_chunk, 0, position, *[0] * gradient.ndim)
+                layer = _scatter(real, names)[None, None, None]
+                old = jax.lax.dynamic_slice(total, at, layer.shape)
+                return jax.lax.dynamic_update_slice(total, old + layer, at)
+
+            if not of_blocks:
+                return totals
+            return jax.tree.map(add_layer, totals, {"blocks": dlayer}, names)
+
+        count = inputs.shape[0]
+        by_item = jax.tree.map(
+            lambda x: (
+                x.reshape(*x.shape[:2], count, -1, *x.shape[3:])
+                if self.staging.grouped
+                else x
+            ),
+            totals,
+        )
+        by_item, dx = self.pull_layers(
+            chunk, inputs, dy, number, row.b_chunk, by_item, add
+        )
+        totals = jax.tree.map(
+            lambda new, old, names: _scatter(new.reshape(old.shape), names),
+            by_item,
+            totals,
+            names,
+        )
+        return sums | totals, dx
+
     def _add_edges(self, sums: Tree, dedges: Tree) -> Tree:
         """Adds the gradients of the edges to the sums."""
 
@@ -402,8 +475,13 @@ class _Ticks(Stage):
         names = without_blocks(self.names.trainable)
         return sums | jax.tree.map(add, without_blocks(sums), dedges, names)
 
-    def finish(self, carry: Carry) -> tuple[Tree, Loss]:
-        """Computes (gradient sums, loss sums) from the carry of the last tick."""
+    def finish(self, carry: Carry, before: Tree | None) -> tuple[Tree, Loss]:
+        """Computes (gradient sums, loss sums) from the carry of the last tick.
+
+        Args:
+          carry: the carry.
+          before: gradient sums that the first tick began with; None: zeros.
+        """
         loss = carry.loss
         sums = carry.sums if self.backward else jnp.zeros(())
         if self.edges_last:
@@ -414,6 +492,9 @@ class _Ticks(Stage):
                 without_blocks(sums),
                 without_blocks(self.names.trainable),
             )
+            if before is not None:
+                edges = without_blocks(sums)
+                sums |= jax.tree.map(jnp.add, without_blocks(before), edges)
         aux = _sum_over_stages(carry.block_aux)
         stats = jax.tree.map(self._in_layer_order, carry.block_stats)
         return sums, with_block_sums(loss, aux, stats)

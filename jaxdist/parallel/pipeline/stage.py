@@ -296,8 +296,10 @@ class Stage:
         dy: jax.Array,
         number: Number,
         chunk: Number,
+        sums: Tree,
+        add: Callable[[Tree, jax.Array, Tree], Tree],
     ) -> tuple[Tree, jax.Array]:
-        """Computes the same as `pull`, from the inputs of all layers.
+        """Computes the same as `pull`, from the inputs of all layers; adds to sums.
 
         The layers' outputs are not needed again, so XLA drops their last matmuls.
 
@@ -307,14 +309,20 @@ class Stage:
           dy: gradient of the chunk's output.
           number: number of the microbatch.
           chunk: number of the chunk.
+          sums: gradient sums.
+          add: (sums, index of a layer or group, its gradients) -> new sums.
+
+        Returns:
+          The new sums, and the gradient of the chunk's input.
         """
         fields, first = self.place(number, chunk)
         items, kinds, stride = self.groups(blocks)
 
         def pull_item(
-            dy: jax.Array, layer: jax.Array, item: Any, kind: str
-        ) -> tuple[jax.Array, Tree]:
-            parameters, x = item
+            carry: tuple[jax.Array, Tree], layer: jax.Array, item: Any, kind: str
+        ) -> tuple[tuple[jax.Array, Tree], None]:
+            dy, sums = carry
+            parameters, x, index = item
 
             def apply(
                 trainable: Tree, x: jax.Array
@@ -325,20 +333,18 @@ class Stage:
                 return output.x, output.aux
 
             dparameters, dx = self._pull(apply, parameters.trainable, x, dy)
-            return self.residual(dx), dparameters
+            return (self.residual(dx), add(sums, index, dparameters)), None
 
-        dx, dblocks = scan_layers(
+        (dx, sums), _ = scan_layers(
             pull_item,
-            dy,
-            (items, inputs),
+            (dy, sums),
+            (items, inputs, jnp.arange(inputs.shape[0])),
             kinds,
             first=first,
             stride=stride,
             reverse=True,
         )
-        if self.staging.grouped:
-            dblocks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), dblocks)
-        return dblocks, dx
+        return sums, dx
 
     def _pull(
         self,
