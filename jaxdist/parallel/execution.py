@@ -23,9 +23,6 @@ from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
 from jaxdist.parallel.sharding import Rules, as_entry, axes_in
 from jaxdist.protocols.dim_names import FSDP_NAME, Names
 
-# A method of `Rules` that gives the spec of one use of a parameter.
-Use = Callable[[Rules, Names, Sequence[int]], P]
-
 ONE_DEVICE = Rules(resolve_mesh(MeshConfig(), 1))
 
 
@@ -112,7 +109,7 @@ class Execution:
     def lay_out(
         self,
         x: jax.Array,
-        use: Use,
+        use: Callable[[Rules, Names, Sequence[int]], P],
         names: Names,
     ) -> jax.Array:
         """Constrains x to the spec of one of its uses.
@@ -230,20 +227,12 @@ def region(
     )
 
 
-def region_spec(
-    x: jax.Array, names: Names, axes: Sequence[str], use: Use = Rules.stored
-) -> P:
-    """Computes the spec of a parameter over manual axes only.
-
-    Args:
-      x: the parameter.
-      names: logical names of x.
-      axes: the manual axes.
-      use: the method of `Rules` that gives the spec over all axes.
-    """
+def region_spec(x: jax.Array, names: Names, axes: Sequence[str]) -> P:
+    """Computes the spec of a stored parameter over manual axes only."""
+    stored = current().rules.stored(names, x.shape)
     entries = [
         as_entry(tuple(axis for axis in axes_in(entry) if axis in axes))
-        for entry in use(current().rules, names, x.shape)
+        for entry in stored
     ]
     return P(*entries)
 
@@ -261,26 +250,6 @@ def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
     """Sums x over manual axes, in its dtype (on CPU in float32)."""
     total: jax.Array = jax.lax.psum(summable(x), axes)
     return total.astype(x.dtype)
-
-
-def sum_parts(x: jax.Array, axes: Sequence[str], spec: P) -> jax.Array:
-    """Sums x over manual axes, like `sum_over`, and keeps this device's part of it.
-
-    Args:
-      x: an array of the size of the whole.
-      axes: the manual axes to sum over.
-      spec: how manual axes split the sum. Axes of other sums may occur in it.
-    """
-    rest = tuple(axes)
-    for dim, entry in enumerate(spec):
-        parts = tuple(axis for axis in axes_in(entry) if axis in rest)
-        if parts:
-            part: jax.Array = jax.lax.psum_scatter(
-                summable(x), parts, scatter_dimension=dim, tiled=True
-            )
-            x = part.astype(x.dtype)
-            rest = tuple(axis for axis in rest if axis not in parts)
-    return sum_over(x, rest) if rest else x
 
 
 def summable(x: jax.Array) -> jax.Array:

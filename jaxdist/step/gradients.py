@@ -5,6 +5,7 @@ a gradient to the sums as soon as it is known; in a scan over layers that is lay
 layer. If a step made a tree of its own first, there would be two.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -75,11 +76,16 @@ class AddGradients(Protocol):
         key: jax.Array | None,
         scale: jax.Array | None = None,
     ) -> tuple[Tree, Loss]:
-        """Adds gradients to sums.
+        """Adds the gradients of an accumulation step to sums.
 
         Args:
           sums: float32 sums of the gradients of earlier accumulation steps.
-          trainable: like those of `SumsFunction`, and so are all further arguments.
+          trainable: the trained parameters.
+          model_state: the model's state.
+          frozen: the parameters that are not trained.
+          batch: the accumulation step of the batch.
+          key: the step's random key; None: the model is deterministic.
+          scale: factor of the objective and its gradients; default: 1.
 
         Returns:
           The new sums, and the unscaled loss of this accumulation step.
@@ -163,7 +169,9 @@ def differentiate(objective: SumsFunction) -> GradientFunctions:
 
         total, pull_back, (loss, _) = jax.vjp(of_trainable, trainable, has_aux=True)
         references = jax.tree.map(jax.new_ref, sums)
-        pull_back.with_refs(references)(jnp.ones_like(total))
+        # `jax.vjp` is annotated to return a plain function
+        adding_to: Callable[[Tree], Callable[[jax.Array], Tree]] = pull_back.with_refs  # type: ignore[attr-defined]
+        adding_to(references)(jnp.ones_like(total))
         return jax.tree.map(jax.freeze, references), loss
 
     return GradientFunctions(compute, add)
@@ -260,7 +268,8 @@ def sum_gradients(
         params: StageParams, batch: Batch, key: jax.Array, scale: jax.Array | None
     ) -> Sums:
         scaled = GradientFunctions(
-            *(partial(function, scale=scale) for function in gradients_of)
+            compute=partial(gradients_of.compute, scale=scale),
+            add=partial(gradients_of.add, scale=scale),
         )
         return _sum_accumulation_steps(
             scaled, params, batch, key, accumulation, names.trainable
@@ -273,19 +282,16 @@ def sum_gradients(
     pipelined = execution.current().axis_size("pipeline") > 1
     axes = ("pipeline", *axes_summed_once) if pipelined else axes_summed_once
     specs = jax.tree.map(partial(execution.region_spec, axes=axes), params, names)
-    summed_specs = jax.tree.map(
-        partial(execution.region_spec, axes=axes, use=Rules.state),
-        params.trainable,
-        names.trainable,
-    )
     gradients, loss = execution.region(
         lambda *arrays: _summed(
-            sum_locally(*arrays), names.trainable, summed_specs, axes_summed_once
+            sum_locally(*arrays), names.trainable, axes_summed_once
         ),
         axes,
         in_specs=(specs, P(axes_summed_once), P(), P()),
-        out_specs=(summed_specs, P()),
+        out_specs=(specs.trainable, P()),
     )(params, batch, key, scale)
+    # At ZeRO 1 a device needs only the part of the sum that it updates: half the bytes,
+    # and no second array of the gradient's size.
     now = execution.current()
     gradients = jax.tree.map(
         lambda gradient, dim_names: now.lay_out(gradient, Rules.state, dim_names),
@@ -336,29 +342,15 @@ def _sum_accumulation_steps(
     return Sums(gradients, loss, model_state)
 
 
-def _summed(
-    sums: Sums, names: Tree, specs: Tree, axes: tuple[str, ...]
-) -> tuple[Tree, Loss]:
-    """Sums the gradients and losses of replicas over manual axes.
-
-    If the axes split the optimizer's state (ZeRO 1), a device receives only the part of
-    a gradient that it updates: half the bytes of a whole sum, and no second array of
-    the gradient's size.
-
-    Args:
-      sums: the sums of a replica.
-      names: logical names of the gradients.
-      specs: specs of the optimizer's state over manual axes.
-      axes: the manual axes to sum over.
-    """
+def _summed(sums: Sums, names: Tree, axes: tuple[str, ...]) -> tuple[Tree, Loss]:
+    """Sums the gradients and losses of replicas over manual axes."""
     reduce = execution.current().reduce
 
-    def total(gradient: jax.Array, dim_names: Names, spec: P) -> jax.Array:
+    def total(gradient: jax.Array, dim_names: Names) -> jax.Array:
         sent = gradient.astype(reduction.sent_dtype(dim_names, gradient.shape, reduce))
-        return execution.sum_parts(sent, axes, spec).astype(jnp.float32)
+        return execution.sum_over(sent, axes).astype(jnp.float32)
 
-    gradients = jax.tree.map(total, sums.gradients, names, specs)
-    return gradients, jax.lax.psum(sums.loss, axes)
+    return jax.tree.map(total, sums.gradients, names), jax.lax.psum(sums.loss, axes)
 
 
 def _shard_gradients(gradients: Tree, names: Tree) -> Tree:

@@ -427,44 +427,32 @@ class _Ticks(Stage):
         Returns:
           The new sums, and the gradient of the chunk's input.
         """
-        is_real = row.b_mb >= 0
-        of_blocks = "blocks" in sums  # otherwise all blocks are frozen
-        totals = {"blocks": sums["blocks"]} if of_blocks else {}
-        names = {"blocks": self.names.trainable["blocks"]} if of_blocks else {}
-
-        def add(totals: Tree, position: jax.Array, dlayer: Tree) -> Tree:
-            def add_layer(
-                total: jax.Array, gradient: jax.Array, names: Names
-            ) -> jax.Array:
-                real = jnp.where(is_real, gradient.astype(jnp.float32), 0)
-                at = (row.b_chunk, 0, position, *[0] * gradient.ndim)
-                layer = _scatter(real, names)[None, None, None]
-                old = jax.lax.dynamic_slice(total, at, layer.shape)
-                return jax.lax.dynamic_update_slice(total, old + layer, at)
-
-            if not of_blocks:
-                return totals
-            return jax.tree.map(add_layer, totals, {"blocks": dlayer}, names)
-
+        if "blocks" not in sums:  # all blocks are frozen
+            _, dx = self.pull_layers(
+                chunk, inputs, dy, number, row.b_chunk, {}, lambda sums, *_: sums
+            )
+            return sums, dx
+        names = self.names.trainable["blocks"]
         count = inputs.shape[0]
         by_item = jax.tree.map(
-            lambda x: (
-                x.reshape(*x.shape[:2], count, -1, *x.shape[3:])
-                if self.staging.grouped
-                else x
-            ),
-            totals,
+            lambda x: x.reshape(*x.shape[:2], count, -1, *x.shape[3:]), sums["blocks"]
         )
+
+        def add(totals: Tree, position: jax.Array, gradients: Tree) -> Tree:
+            real = where_real(row.b_mb >= 0, gradients)
+            add_item = partial(_add_item, chunk=row.b_chunk, position=position)
+            return jax.tree.map(add_item, totals, real, names)
+
         by_item, dx = self.pull_layers(
             chunk, inputs, dy, number, row.b_chunk, by_item, add
         )
-        totals = jax.tree.map(
+        blocks = jax.tree.map(
             lambda new, old, names: _scatter(new.reshape(old.shape), names),
             by_item,
-            totals,
+            sums["blocks"],
             names,
         )
-        return sums | totals, dx
+        return sums | {"blocks": blocks}, dx
 
     def _add_edges(self, sums: Tree, dedges: Tree) -> Tree:
         """Adds the gradients of the edges to the sums."""
@@ -521,6 +509,30 @@ def _zero_gradient(leaf: jax.Array, names: Names) -> jax.Array:
 
 def _scatter(gradient: jax.Array, names: Names) -> jax.Array:
     return execution.scatter(gradient, layer_names(names))
+
+
+def _add_item(
+    total: jax.Array,
+    gradient: jax.Array,
+    names: Names,
+    *,
+    chunk: jax.Array,
+    position: jax.Array,
+) -> jax.Array:
+    """Adds the gradient of one layer, or group of layers, to a sum in place.
+
+    Args:
+      total: sum [v, 1, items, layers of an item, ...].
+      gradient: gradient [...] of a layer, or [layers of an item, ...] of a group.
+      names: logical names of the sum.
+      chunk: number of the chunk.
+      position: index of the item in its chunk.
+    """
+    item = _scatter(gradient.astype(jnp.float32), names)
+    item = item.reshape(1, 1, 1, *total.shape[3:])
+    start = (chunk, jnp.int32(0), position, *[jnp.int32(0)] * (total.ndim - 3))
+    old = jax.lax.dynamic_slice(total, start, item.shape)
+    return jax.lax.dynamic_update_slice(total, old + item, start)
 
 
 def _add_loss(total: Loss, new: Loss) -> Loss:
