@@ -1,5 +1,6 @@
 """Offloading to the host's memory, for state that a step needs only once."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,15 +16,31 @@ class OffloadConfig:
     # keep moments and moving average in the host's memory; the update moves a layer at
     # a time to the device
     optimizer: bool = False
+    # keep the parameters there, too, in precision.params; a step begins by copying them
+    # to the device in precision.compute
+    parameters: bool = False
+
+    def faults(self) -> Iterator[str]:
+        """Yields a message for each conflict of values, with its fix."""
+        if self.parameters and not self.optimizer:
+            yield (
+                "offload.parameters=true, offload.optimizer=false: parameters wait beside their moments, and "
+                "are updated with them; set offload.optimizer=true"
+            )
 
 
 def device_faults(config: OffloadConfig, device: jax.Device) -> Iterator[str]:
     """Yields a message if the device cannot read its host's memory."""
     # empty for a device that is only described
     kinds = [memory.kind for memory in device.addressable_memories()]
-    if config.optimizer and kinds and HOST not in kinds:
+    used = [
+        name
+        for name, is_on in dataclasses.asdict(config).items()
+        if is_on and kinds and HOST not in kinds
+    ]
+    if used:
         yield (
-            f"offload.optimizer: {device.platform} devices ({device.device_kind}) have no memory of kind "
+            f"offload.{', offload.'.join(used)}: {device.platform} devices ({device.device_kind}) have no memory of kind "
             f"{HOST}, only {', '.join(kinds)}; leave it off, or raise mesh.fsdp: each device then holds less"
         )
 

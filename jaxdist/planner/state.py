@@ -20,8 +20,8 @@ from jaxdist.step.update import build_update_rule
 from jaxdist.trainer.compose import Composition, batch_shapes
 
 Components = dict[str, int]  # bytes on a device by component
-# component of the optimizer state and moving average that stay in host memory
-HOST_STATE = "host memory: optimizer state"
+# component of the state that stays in host memory
+HOST_STATE = "host memory: state"
 STATE = (  # components that a checkpoint contains
     "parameters",
     "frozen modules",
@@ -68,15 +68,22 @@ def held_state(
             _leaf_bytes(rules, copies, rows), offloaded.ema
         )
     params = run.precision.params
-    stored = jnp.dtype(params).itemsize
     frozen = _frozen_bytes(spec, rules, params)
     modules = [_frozen_bytes(module, rules, params) for module in spec.modules.values()]
+    parameters = [jax.ShapeDtypeStruct(x.shape, params) for x in jax.tree.leaves(tree)]
+    stored_specs = [
+        rules.stored(names, x.shape) for x, names in spec.named_trainable().values()
+    ]
+    parameter_sizes = _leaf_bytes(rules, parameters, stored_specs)
+    parameters_here, parameters_on_host = _split(parameter_sizes, offloaded.params)
+    copies_here = parameters_on_host * jnp.dtype(run.precision.compute).itemsize
     return {
-        "parameters": parameter_bytes(spec, rules, rules.stored, stored) + frozen,
+        "parameters": parameters_here + frozen,
+        "copies of parameters": copies_here // jnp.dtype(params).itemsize,
         "frozen modules": sum(modules),
         "optimizer state": optimizer_bytes,
         "moving average": average_bytes,
-        HOST_STATE: optimizer_on_host + average_on_host,
+        HOST_STATE: parameters_on_host + optimizer_on_host + average_on_host,
         "model state": _whole_bytes(spec.model_state),
         "batch": _whole_bytes(batch_shapes(run)) // rules.shape.batch_shards,
     }
@@ -196,7 +203,8 @@ def _offloaded(
         composition.spec,
         run.train.ema_decay,
         spec.names,
-        OFFLOADED,
+        moments_in=OFFLOADED,
+        params_in=OFFLOADED if run.offload.parameters else None,
     )
     assert rule.layerwise is not None
     return rule.layerwise.waiting(state)

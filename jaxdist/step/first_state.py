@@ -169,15 +169,18 @@ def _with_host_memory(rule: UpdateRule, abstract: State, shardings: State) -> St
     """Sets the memory kind of arrays that wait in the host's memory."""
     if rule.layerwise is None:
         return shardings
-    _, moments, ema = rule.layerwise.waiting(
+    params, moments, ema = rule.layerwise.waiting(
         Trained(abstract.trainable, abstract.opt_state.optimizer, abstract.ema)
     )
 
     def move(waits: bool, sharding: NamedSharding) -> NamedSharding:
         return sharding.with_memory_kind(HOST) if waits else sharding
 
+    trainable = jax.tree.map(move, params, shardings.trainable)
     optimizer = jax.tree.map(move, moments, shardings.opt_state.optimizer)
     average = None if ema is None else jax.tree.map(move, ema, shardings.ema)
     return shardings._replace(
-        opt_state=shardings.opt_state._replace(optimizer=optimizer), ema=average
+        trainable=trainable,
+        opt_state=shardings.opt_state._replace(optimizer=optimizer),
+        ema=average,
     )

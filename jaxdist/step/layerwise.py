@@ -8,7 +8,7 @@ the device: their many small copies would take more time than their bytes are wo
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.dim_names import STACKED, STACKS, Names
 from jaxdist.protocols.model_spec import Tree
 
+DEVICE = "device"  # the kind of a device's own memory
 Leaves = dict[str, Any]  # leaves of a tree by name
 
 
@@ -51,6 +52,19 @@ class UpdateGroup:
     layer_dims: tuple[int, ...] = ()  # dims that count layers
     waits: bool = True  # whether its moments wait in the host's memory
 
+    def place(self, i: jax.Array, sizes: Sequence[int]) -> dict[int, jax.Array]:
+        """Finds a layer in the group's stacks.
+
+        Args:
+          i: number of the layer.
+          sizes: sizes of `layer_dims`.
+
+        Returns:
+          The layer's index by stack dim.
+        """
+        numbers = jnp.unravel_index(i, sizes)
+        return dict(zip(self.layer_dims, numbers, strict=True))
+
 
 @dataclass(frozen=True)
 class LayerwiseUpdate:
@@ -59,6 +73,7 @@ class LayerwiseUpdate:
     groups: tuple[UpdateGroup, ...]
     ema_decay: float
     memory_kind: str = HOST  # where moments wait; "device" serves comparisons
+    params_kind: str = DEVICE  # where parameters wait between steps
 
     def apply(self, before: Trained, gradients: Tree, scalars: Scalars) -> Trained:
         """Updates the trees by summed gradients."""
@@ -96,11 +111,34 @@ class LayerwiseUpdate:
                 and leaf.shape == shapes[owner].shape
             )
 
+        params = {name: name in held and self.params_kind == HOST for name in shapes}
         return Trained(
-            params=jax.tree.map(lambda _: False, abstract.params),
+            params=_in_structure(abstract.params, params),
             moments=jax.tree_util.tree_map_with_path(waits, abstract.moments),
             ema=jax.tree_util.tree_map_with_path(waits, abstract.ema),
         )
+
+    def fetch(self, params: Tree, compute: str) -> Tree:
+        """Copies parameters from the host's memory to the device, layer by layer.
+
+        Layers are cast to the compute dtype on the way, so the device never holds them
+        in the dtype in which they are stored. All other parameters keep their dtype:
+        the gradient of a table is a long sum. Gradients have the dtype of the copy.
+
+        Args:
+          params: the stored parameters. Those on the device stay as they are.
+          compute: dtype of matrix products and activations.
+        """
+        leaves = trees.flatten_names(params)
+        for group in self.groups:
+            if not group.waits or self.params_kind == DEVICE:
+                continue
+            stored = {name: leaves[name] for name in group.names}
+            if not group.layer_dims:
+                leaves |= {name: to_device(x) for name, x in stored.items()}
+                continue
+            leaves |= _fetch_stack(group, stored, compute)
+        return _in_structure(params, leaves)
 
     def _update_layers(
         self, group: UpdateGroup, before: Trained, gradients: Leaves, scalars: Scalars
@@ -116,10 +154,7 @@ class LayerwiseUpdate:
         turns = math.prod(sizes) if sizes else scalars.good.astype(jnp.int32)
 
         def update_layer(i: jax.Array, now: Trained) -> Trained:
-            place: dict[int, jax.Array] = {}
-            if sizes:
-                numbers = jnp.unravel_index(i, sizes)
-                place = dict(zip(group.layer_dims, numbers, strict=True))
+            place = group.place(i, sizes) if sizes else {}
 
             # State that belongs to no parameter, such as a count, is the same for all
             # layers. It changes once: each layer reads its first value.
@@ -219,6 +254,34 @@ def build_groups(
 
     order = sorted(groups, key=lambda key: (key != "", key not in STACKED))
     return tuple(build_group(key, groups[key]) for key in order)
+
+
+def _fetch_stack(group: UpdateGroup, stored: Leaves, compute: str) -> Leaves:
+    """Copies the stacks of a group to the device, cast to the compute dtype."""
+    stack = next(iter(stored.values()))
+    sizes = [stack.shape[dim] for dim in group.layer_dims]
+
+    def fetched_dtype(x: jax.Array) -> jnp.dtype:
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return jnp.dtype(compute) if is_float else x.dtype
+
+    def fetch_layer(i: jax.Array, now: Leaves) -> Leaves:
+        place = group.place(i, sizes)
+
+        def fetch(name: str, stack: jax.Array, whole: jax.Array) -> jax.Array:
+            layer = to_device(_cut(whole, place)).astype(stack.dtype)
+            return _put(stack, layer, place)
+
+        return _map_named(fetch, now, stored)
+
+    empty = {
+        name: execution.current().lay_out(
+            jnp.zeros(x.shape, fetched_dtype(x)), Rules.stored, group.names[name]
+        )
+        for name, x in stored.items()
+    }
+    fetched: Leaves = jax.lax.fori_loop(0, math.prod(sizes), fetch_layer, empty)
+    return fetched
 
 
 def _of_group(group: UpdateGroup, leaves: Trained) -> Trained:

@@ -78,13 +78,13 @@ def build_step_with_gradients(
             axes = reduction.axes_for(chosen, batch, rules, setting, microbatches)
             loss_scale = state.opt_state.loss_scale
             scale = None if loss_scale is None else factor(loss_scale, batch)
-            parameters = (state.trainable, state.frozen)
+            fetched = rule.on_device(state.trainable, config.compute)
+            parameters = (fetched, state.frozen)
             parameters, batch = prepare(state.modules, parameters, batch)
             trainable, frozen = parameters
-            state = state._replace(trainable=trainable, frozen=frozen)
             sums = sum_gradients(
                 gradients_of,
-                state,
+                state._replace(trainable=trainable, frozen=frozen),
                 batch,
                 key,
                 accumulation=accumulation,
@@ -101,13 +101,19 @@ def build_step_with_gradients(
 
 
 def build_evaluate(
-    spec: ModelSpec, loss_of: SumsFunction, mesh: Mesh, rules: Rules, config: StepConfig
+    spec: ModelSpec,
+    loss_of: SumsFunction,
+    rule: UpdateRule,
+    mesh: Mesh,
+    rules: Rules,
+    config: StepConfig,
 ) -> Callable[[State, Batch], LossSums]:
     """Builds the function `TrainStep.evaluate`.
 
     Args:
       spec: the model with flat blocks.
       loss_of: computes the loss of a batch.
+      rule: copies parameters from the host's memory.
       mesh: the devices.
       rules: the sharding rules.
       config: the step's settings.
@@ -124,7 +130,9 @@ def build_evaluate(
         with execution.activate(
             mesh, rules, compute=config.compute, recipe=config.recipe
         ):
-            arrays, batch = prepare(state.modules, state.model_arrays, batch)
+            fetched = rule.on_device(state.trainable, config.compute)
+            arrays = state._replace(trainable=fetched).model_arrays
+            arrays, batch = prepare(state.modules, arrays, batch)
             trainable, model_state, frozen = arrays
             _, (loss, _) = loss_of(trainable, model_state, frozen, batch, None)
             counts = dict.fromkeys(loss.aux, loss.count)

@@ -47,10 +47,8 @@ class State(NamedTuple):
 
         If the run has a moving average, it replaces the weights.
         """
-        weights = (
-            self.trainable if self.ema is None else jax.tree.map(to_device, self.ema)
-        )
-        return weights, self.model_state, self.frozen
+        weights = self.trainable if self.ema is None else self.ema
+        return jax.tree.map(to_device, weights), self.model_state, self.frozen
 
 
 Metrics = dict[str, jax.Array]

@@ -33,6 +33,9 @@ class StepConfig:
     ema_decay: float = 0.0  # decay of the moving average of parameters; 0 = no average
     # memory kind in which the optimizer's state waits; None = the memory of the devices
     moments_in: str | None = None
+    # memory kind where the stored parameters wait between steps, beside the moments;
+    # None = on the device
+    params_in: str | None = None
     # a pipeline's partition of the layers; None = no pipeline
     staging: Staging | None = None
     # traces of `step` after which another one fails; None = no limit

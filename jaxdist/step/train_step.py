@@ -124,6 +124,7 @@ def build_train_step(
         ema_decay=config.ema_decay,
         names=spec_by_stage.names,
         moments_in=config.moments_in,
+        params_in=config.params_in,
         scaler=config.loss_scale,
     )
     placement.place(spec_by_stage.all_parameters(), rules)
@@ -140,7 +141,7 @@ def build_train_step(
         config=config,
         spec_by_stage=spec_by_stage,
     )
-    evaluate = programs.build_evaluate(spec, loss_of, mesh, rules, config)
+    evaluate = programs.build_evaluate(spec, loss_of, rule, mesh, rules, config)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         after, metrics, _ = step_with_gradients(state, batch)

@@ -21,7 +21,13 @@ from jaxdist.protocols.dim_names import Names
 from jaxdist.protocols.model import Batch
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.step import loss_scale
-from jaxdist.step.layerwise import LayerwiseUpdate, Scalars, Trained, build_groups
+from jaxdist.step.layerwise import (
+    DEVICE,
+    LayerwiseUpdate,
+    Scalars,
+    Trained,
+    build_groups,
+)
 from jaxdist.step.state import Metrics, OptState, State, Sums
 
 _LANES = 128  # lanes of a TPU's vector registers
@@ -75,6 +81,17 @@ class UpdateRule:
             state, sums._replace(gradients=gradients), batch
         )
         return _swap_last_dims(after, paths), metrics
+
+    def on_device(self, trainable: Tree, compute: str) -> Tree:
+        """Copies stored parameters that wait in the host's memory to the device.
+
+        Args:
+          trainable: the stored parameters.
+          compute: dtype of copied kernels of layers.
+        """
+        if self.layerwise is None:
+            return trainable
+        return self.layerwise.fetch(trainable, compute)
 
     def _apply(self, state: State, sums: Sums, batch: Batch) -> tuple[State, Metrics]:
         loss = sums.loss
@@ -209,6 +226,7 @@ def build_update_rule(
     ema_decay: float,
     names: Tree,
     moments_in: str | None = None,
+    params_in: str | None = None,
     scaler: loss_scale.DynamicLossScale | None = None,
 ) -> UpdateRule:
     """Builds the update of a configured optimizer, or of a transformation of optax.
@@ -221,6 +239,8 @@ def build_update_rule(
       names: logical names of the trained parameters, as the step holds them.
       moments_in: memory kind where the moments wait. The update then goes layer by
         layer. Default: the moments are on the devices, and all are updated at once.
+      params_in: memory kind where the stored parameters wait, beside the moments.
+        Default: they are on the devices.
       scaler: rule of the loss scale; default: gradients are not scaled.
 
     Raises:
@@ -250,7 +270,12 @@ def build_update_rule(
     if moments_in:
         transform_of = partial(optimizer_of, optimizer, rate_of_one)
         groups = build_groups(roles(spec.trainable, spec.names), names, transform_of)
-        layerwise = LayerwiseUpdate(groups, ema_decay, memory_kind=moments_in)
+        layerwise = LayerwiseUpdate(
+            groups,
+            ema_decay,
+            memory_kind=moments_in,
+            params_kind=params_in or DEVICE,
+        )
     return UpdateRule(
         transform,
         schedule=schedule,

@@ -254,6 +254,7 @@ class Composition:
             remat=config.remat,
             ema_decay=config.train.ema_decay,
             moments_in=HOST if config.offload.optimizer else None,
+            params_in=HOST if config.offload.parameters else None,
             staging=self.staging,
             max_traces=max_traces,
         )

@@ -73,7 +73,8 @@ def steps_of(
     They begin with the state of a step without `moments_in`, which is made once.
     """
     built = step_of(layout, MODEL, config, optimizer)
-    first = first_of(layout, replace(config, moments_in=None), optimizer)
+    plain = replace(config, moments_in=None, params_in=None)
+    first = first_of(layout, plain, optimizer)
     state, rows = placed(first, built.shardings), []
     for batch in batches or [batch_of(MODEL)] * STEPS:
         state, metrics = built.step(
@@ -130,6 +131,58 @@ def test_host_equals_device_bit_for_bit(layout, config, optimizer):
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("layout", "config"),
+    [
+        pytest.param(MIXED, {"ema_decay": 0.9}, id="mixed, average"),
+        pytest.param(
+            FSDP._replace(zero=1),
+            {"accumulation": 2},
+            id="zero 1, accumulation",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(Layout(), {}, id="one device", marks=pytest.mark.slow),
+    ],
+)
+def test_parameters_on_the_host_are_those_of_the_device_bit_for_bit(layout, config):
+    """In float32, where the copy that a step computes with is no other number."""
+    on_host = steps_of(layout, StepConfig(moments_in=HOST, params_in=HOST, **config))
+    on_device = steps_of(layout, StepConfig(moments_in=HOST, **config))
+    assert_same(on_host[:2], on_device[:2])
+    config = StepConfig(moments_in=HOST, params_in=HOST, **config)
+    places = jax.tree.leaves(step_of(layout, MODEL, config).shardings.trainable)
+    waits = [place.memory_kind == HOST for place in places]
+    assert any(waits)
+    assert not all(waits)  # vectors stay on the device
+
+
+def test_a_bfloat16_copy_of_parameters_rounds_gradients_and_nothing_else():
+    """Losses are equal at the first step. The gradient of a kernel is rounded once."""
+    rows = [
+        steps_of(FSDP, StepConfig(compute="bfloat16", moments_in=HOST, params_in=kind))
+        for kind in (HOST, None)
+    ]
+    (ours, *_), (theirs, *_) = (row[1] for row in rows)
+    assert ours["loss"] == theirs["loss"]
+    assert ours["grad_norm"] != theirs["grad_norm"]
+    np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=2**-8)
+    losses = [[row["loss"] for row in result[1]] for result in rows]
+    np.testing.assert_allclose(*losses, rtol=2e-3)
+
+
+def test_evaluation_reads_parameters_on_the_host():
+    batch = batch_of(MODEL)
+    built = step_of(FSDP, MODEL, StepConfig(moments_in=HOST, params_in=HOST))
+    plain = step_of(FSDP, MODEL, StepConfig())
+    placed_batch = jax.device_put(batch, built.batch_shardings(batch))
+    state = fresh(built)
+    found = built.evaluate(state, placed_batch)[0]
+    assert float(found) == float(plain.evaluate(fresh(plain), placed_batch)[0])
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.model_arrays)} == {
+        DEVICE
+    }
+
+
 def test_a_step_that_is_not_finite_changes_nothing_but_the_clock():
     config = StepConfig(moments_in=HOST, ema_decay=0.9)
     built = step_of(FSDP, MODEL, config)
@@ -184,9 +237,9 @@ def test_stages_of_a_pipeline_update_their_layers_and_save_them_flat():
     first = jax.device_get(first)
 
     def flat_after_steps(
-        case: pipelines.Case, moments_in: str | None
+        case: pipelines.Case, moments_in: str | None, params_in: str | None = None
     ) -> tuple[State, State]:
-        built = pipelines.build(case, moments_in=moments_in)
+        built = pipelines.build(case, moments_in=moments_in, params_in=params_in)
         where = jax.tree.map(lambda x: x.sharding, built.views.abstract)
         state = built.views.by_stage(placed(first, where))
         for _ in range(3):
@@ -204,6 +257,10 @@ def test_stages_of_a_pipeline_update_their_layers_and_save_them_flat():
         assert {x.sharding.memory_kind for x in moments} == {HOST}
     on_device, _ = flat_after_steps(case, DEVICE)
     assert_same(jax.device_get(flat), jax.device_get(on_device))
+    whole, back = flat_after_steps(case, HOST, HOST)
+    assert_same(jax.device_get(whole), jax.device_get(on_device))
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(back.trainable)}
+    assert kinds == {DEVICE, HOST}
     one, _ = flat_after_steps(alone, None)
     for a, b in zip(
         jax.tree.leaves(flat.trainable), jax.tree.leaves(one.trainable), strict=True

@@ -78,6 +78,7 @@ def build(
     remat: str = "dots",
     optimizer: OptimizerConfig = OPTIMIZER,
     moments_in: str | None = None,
+    params_in: str | None = None,
     loss_scale: DynamicLossScale | None = None,
 ) -> TrainStep:
     config = meshes.MeshConfig(
@@ -98,6 +99,7 @@ def build(
         compute=case.compute,
         remat=remat,
         moments_in=moments_in,
+        params_in=params_in,
         loss_scale=loss_scale,
         staging=case.staging,
     )
