@@ -69,7 +69,7 @@ def edits(
     least = MIN_SAVING * peak
     offers = [
         (override, cost, saving(override), "")
-        for override, cost in _candidates(composition, short, saving)
+        for override, cost in _candidates(composition, target, short, saving)
     ]
     for larger in _larger_targets(target):
         if saving("", larger) >= least:
@@ -131,12 +131,13 @@ def _edited(run: RunConfig, override: str) -> RunConfig:
 
 
 def _candidates(
-    composition: Composition, short: int | None, saving: _Saving
+    composition: Composition, target: Target, short: int | None, saving: _Saving
 ) -> Iterator[tuple[str, str]]:
     """Yields (override, its cost), the cheapest first.
 
     Args:
       composition: the run on its mesh.
+      target: the hardware.
       short: bytes to save; None if unknown.
       saving: computes the bytes that an override saves.
     """
@@ -186,10 +187,18 @@ def _candidates(
             "same losses; layer inputs go to the host and back",
         )
     if not run.offload.optimizer and not offload_obstacle(run.optimizer):
-        seconds = memory.transfer_s(saving("offload.optimizer=true"))
+        moved = 2 * saving("offload.optimizer=true")
+        seconds = memory.transfer_s(moved, target.chip)
+        rate = memory.host_rate(target.chip) / 1e9
         yield (
             "offload.optimizer=true",
-            f"same losses; moments stay on the host: {seconds:.2f} s a step to move them and back at 16 GB/s",
+            f"same losses; moments stay on the host: {seconds:.2f} s a step to move them and back at {rate:g} GB/s",
+        )
+    if not run.offload.parameters and not offload_obstacle(run.optimizer):
+        yield (
+            "offload.optimizer=true offload.parameters=true",
+            f"same losses in float32, gradients rounded to {run.precision.compute}; parameters and moments stay "
+            f"on the host",
         )
     if run.optimizer.momentum_dtype == "float32":
         yield (

@@ -26,7 +26,7 @@ def with_compiled(plan: Plan, compiled: Compiled) -> Plan:
         *compiled.notes,
         *_donation_lines(plan, compiled),
         *step_lines.reduction_lines(plan.composition, forced=True),
-        *memory.offload_lines(plan.components),
+        *memory.offload_lines(plan.components, plan.target),
         *undeclared_lines(run),
         *step_lines.expert_lines(plan.composition),
     ]

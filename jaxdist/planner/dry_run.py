@@ -94,7 +94,7 @@ def dry_run(
     total = memory.accounted_peak(components)
     for name, size in (components | {"together": total}).items():
         note(f"  {name:<28} {bytes_text(size):>12}")
-    for line in memory.offload_lines(components):
+    for line in memory.offload_lines(components, devices[0]):
         note(f"  {line}")
     available, reason = _available_bytes(devices)
     note(f"  {_verdict(total, available, reason)}")

@@ -35,6 +35,7 @@ from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.planner.blocks import Block, sample_tokens, trace
 from jaxdist.planner.observed import HOST_BYTES_PER_S, LANES
 from jaxdist.planner.state import (
+    HOST_PARAMETERS,
     HOST_STATE,
     Components,
     held_state,
@@ -78,24 +79,51 @@ def components(
 def accounted_peak(components: Mapping[str, int]) -> int:
     """Sums the components on the device, without those on the host, in bytes."""
     return sum(
-        size for name, size in components.items() if name not in (HOST, HOST_STATE)
+        size
+        for name, size in components.items()
+        if name not in (HOST, HOST_STATE, HOST_PARAMETERS)
     )
 
 
-def transfer_s(bytes_on_host: int) -> float:
-    """Estimates the seconds to move state from the host to its device and back."""
-    return 2 * bytes_on_host / HOST_BYTES_PER_S
+def host_rate(chip: Chip | None) -> float:
+    """Finds the bytes a second between a device and its host's memory, each way."""
+    published = chip.pcie_bytes_per_s if chip else None
+    return published or HOST_BYTES_PER_S
 
 
-def offload_lines(components: Mapping[str, int]) -> list[str]:
-    """Reports in a line what optimizer state on the host costs; [] if there is none."""
-    on_host = components.get(HOST_STATE, 0)
-    if not on_host:
+def transfer_s(bytes_moved: int, chip: Chip | None) -> float:
+    """Estimates the seconds to move bytes between a device and its host."""
+    return bytes_moved / host_rate(chip)
+
+
+def moved_bytes(components: Mapping[str, int]) -> int:
+    """Counts the bytes of state that a step moves between a device and its host.
+
+    The update moves all of it to the device and back. Parameters come once more, for
+    the forward pass.
+    """
+    parameters = components.get(HOST_PARAMETERS, 0)
+    return 2 * (components.get(HOST_STATE, 0) + parameters) + parameters
+
+
+def offload_lines(
+    components: Mapping[str, int], target: Target | jax.Device
+) -> list[str]:
+    """Reports in a line what state on the host costs; [] if there is none.
+
+    Args:
+      components: bytes by component.
+      target: the hardware, whose link to the host counts.
+    """
+    moved = moved_bytes(components)
+    if not moved:
         return []
+    on_host = components.get(HOST_STATE, 0) + components.get(HOST_PARAMETERS, 0)
+    chip = _chip(target)
     return [
-        f"offload.optimizer: each device keeps {on_host / GIB:.2f} GiB on its host. Every step moves them to the "
-        f"device and back, which takes {transfer_s(on_host):.2f} s at {HOST_BYTES_PER_S / 1e9:g} GB/s; the "
-        f"step's time omits it"
+        f"offload: each device keeps {on_host / GIB:.2f} GiB of state on its host. Every step moves "
+        f"{moved / GIB:.2f} GiB between them, which takes {transfer_s(moved, chip):.2f} s at "
+        f"{host_rate(chip) / 1e9:g} GB/s each way; the step's time omits it"
     ]
 
 

@@ -17,7 +17,7 @@ from jaxdist.planner.arithmetic import Estimate, Model
 from jaxdist.planner.layouts import Candidate
 from jaxdist.planner.observed import HIDES_TRANSFERS
 from jaxdist.planner.on_target import validate_for
-from jaxdist.planner.state import HOST_STATE
+from jaxdist.planner.state import host_state_bytes
 from jaxdist.planner.targets import Target
 from jaxdist.trainer import compose
 from jaxdist.trainer.compose import Composition
@@ -129,7 +129,7 @@ class Policies:
         """Checks a candidate against the limits of the device and of the host."""
         # A host is assumed to have as much memory as its devices.
         on_host = candidate.components.get(memory.HOST, 0)
-        on_host += candidate.components.get(HOST_STATE, 0)
+        on_host += host_state_bytes(candidate.components)
         return self.needed(candidate) <= self.most and on_host <= self.hard
 
     def needed(self, candidate: Candidate) -> int:

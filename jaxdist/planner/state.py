@@ -20,8 +20,9 @@ from jaxdist.step.update import build_update_rule
 from jaxdist.trainer.compose import Composition, batch_shapes
 
 Components = dict[str, int]  # bytes on a device by component
-# component of the state that stays in host memory
-HOST_STATE = "host memory: state"
+# components that stay in host memory: optimizer state and moving average; parameters
+HOST_STATE = "host memory: optimizer state"
+HOST_PARAMETERS = "host memory: parameters"
 STATE = (  # components that a checkpoint contains
     "parameters",
     "frozen modules",
@@ -29,6 +30,7 @@ STATE = (  # components that a checkpoint contains
     "moving average",
     "model state",
     HOST_STATE,
+    HOST_PARAMETERS,
 )
 
 
@@ -83,10 +85,16 @@ def held_state(
         "frozen modules": sum(modules),
         "optimizer state": optimizer_bytes,
         "moving average": average_bytes,
-        HOST_STATE: parameters_on_host + optimizer_on_host + average_on_host,
+        HOST_STATE: optimizer_on_host + average_on_host,
+        HOST_PARAMETERS: parameters_on_host,
         "model state": _whole_bytes(spec.model_state),
         "batch": _whole_bytes(batch_shapes(run)) // rules.shape.batch_shards,
     }
+
+
+def host_state_bytes(components: Mapping[str, int]) -> int:
+    """Sums the state that a device keeps on its host."""
+    return components.get(HOST_STATE, 0) + components.get(HOST_PARAMETERS, 0)
 
 
 def held_bytes(components: Mapping[str, int]) -> int:

@@ -27,7 +27,7 @@ from jaxdist.planner.compiler import (
     read_log,
     versions,
 )
-from jaxdist.planner.state import HOST_STATE
+from jaxdist.planner.state import host_state_bytes
 from jaxdist.planner.targets import Target
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest_bytes
@@ -114,7 +114,7 @@ def _lower(
     traced = built.step.trace(built.abstract_state, batch)
     lowered = traced.lower(lowering_platforms=(target.compiler,))
     components = memory.components(composition, target)
-    return built.mesh, lowered, components.get(HOST_STATE, 0)
+    return built.mesh, lowered, host_state_bytes(components)
 
 
 def _compile(

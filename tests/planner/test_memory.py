@@ -10,7 +10,12 @@ import pytest
 
 from jaxdist.parallel import remat
 from jaxdist.planner import arithmetic, dry_run, memory, targets
-from jaxdist.planner.state import HOST_STATE, checkpoint_bytes, held_bytes
+from jaxdist.planner.state import (
+    HOST_PARAMETERS,
+    HOST_STATE,
+    checkpoint_bytes,
+    held_bytes,
+)
 from jaxdist.trainer import compose, validation
 from jaxdist.trainer.run_config import RunConfig
 from support.objectives import Preference, SumObjective, composition_for
@@ -301,9 +306,25 @@ def test_moments_on_the_host_are_those_of_the_built_step(changes):
         run_of("llama3_8b:tiny", **changes | {"offload.optimizer": False}), "v5e:2x4"
     )
     assert memory.accounted_peak(whole) - memory.accounted_peak(found) == sum(sizes)
-    (line,) = memory.offload_lines(found)
-    assert f"{2 * sum(sizes) / 16e9:.2f} s at 16 GB/s" in line
-    assert not memory.offload_lines(whole)
+    target = targets.parse("v5e:2x4")
+    (line,) = memory.offload_lines(found, target)
+    assert f"{2 * sum(sizes) / 15e9:.2f} s at 15 GB/s" in line
+    assert not memory.offload_lines(whole, target)
+
+
+def test_parameters_on_the_host_come_once_more_and_over_the_chips_own_link():
+    changes = {"offload.optimizer": True, "offload.parameters": True}
+    found = account(run_of("llama3_8b", **changes), "h100:1x8")
+    state = found[HOST_STATE]
+    parameters = found[HOST_PARAMETERS]
+    assert state == 2 * parameters  # two moments in float32
+    assert memory.moved_bytes(found) == 2 * state + 3 * parameters
+    assert found["copies of parameters"] == parameters // 2  # in bfloat16
+    rates = [
+        memory.host_rate(targets.parse(name).chip) / 1e9
+        for name in ("v5e:2x4", "a100:1x8", "h100:1x8", "gb200:1x8")
+    ]
+    assert rates == [15, 32, 64, 225]
 
 
 def test_tensor_and_sequence_parallelism_split_activations():
