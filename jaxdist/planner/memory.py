@@ -37,12 +37,13 @@ from jaxdist.planner.observed import HOST_BYTES_PER_S, LANES
 from jaxdist.planner.state import (
     HOST_STATE,
     Components,
+    gathers_inside,
     held_state,
     parameter_bytes,
     shard_size,
 )
 from jaxdist.planner.targets import Target
-from jaxdist.protocols.dim_names import has_experts
+from jaxdist.protocols.dim_names import has_experts, in_stack
 from jaxdist.telemetry.units import GIB
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.costs import costs_of
@@ -163,6 +164,10 @@ class _Step:
         self.parameters = self.spec.named_trainable()
         self.compute_itemsize = jnp.dtype(run.precision.compute).itemsize
         self.stored_itemsize = jnp.dtype(run.precision.params).itemsize
+        # whether the gradients of parts are summed, and whether a layer's gradients are
+        # added to the sums in place (`step.gradients`), so that no second tree exists
+        self.adds_in_parts = run.batch.accumulation > 1 or bool(composition.staging)
+        self.adds_in_place = self.adds_in_parts and self.stored_itemsize == 4
         parts = composition.total_microbatches * rules.shape.batch_shards
         sequences = max(run.batch.global_size // parts, 1)
         self.policy = run.remat.policy if self.staging is None else self.staging.remat
@@ -197,8 +202,25 @@ class _Step:
     # --- moments ----------------------------------------------------------------------
 
     def in_update(self) -> Components:
-        """Counts state and gradients: new values replace old ones leaf by leaf."""
-        return self.state | {"gradients": self._sum(self.rules.gradient, 4)}
+        """Counts state and gradients: new values replace old ones leaf by leaf.
+
+        At ZeRO 1 and 2, each device updates a shard and gathers the new parameters.
+        XLA for GPUs starts all gathers before it puts their results in place. Only one
+        result, the largest, takes the memory of an old parameter.
+        """
+        gathered = 0
+        if self.platform == "gpu" and self.rules.zero in (1, 2):
+            whole = [
+                shard_size(self.rules, self.rules.stored(names, x.shape), x.shape)
+                for x, names in self.parameters.values()
+                if self.rules.state(names, x.shape)
+                != self.rules.stored(names, x.shape)
+            ]
+            gathered = sum(whole) - max(whole, default=0)
+        return self.state | {
+            "gradients": self._sum(self.rules.state, 4),
+            "gathered parameters": self.stored_itemsize * gathered,
+        }
 
     def in_loss(self) -> Components:
         """Counts a chunk of logits with gradients, the head, and the layers' values."""
@@ -280,14 +302,21 @@ class _Step:
             work -= self.scale * block.largest
         elif self.platform == "tpu":
             work += self.scale * block.logsumexps * LANES * 4
-        elif gathered + work < 4 * sum(block.weights) + work // 2:
+        elif gathered + work < self._layer_gradients(block) + work // 2:
             # The moment in which all gradients exist is larger.
             gathered = 0
             work = work // 2
-            unreduced = 4 * sum(block.weights)
+            unreduced = self._layer_gradients(block)
         sizes["unreduced gradients"] += unreduced
         sizes["working set"] += work
         yield sizes | {"gathered weights": gathered}
+
+    def _layer_gradients(self, block: Block) -> int:
+        """Counts the float32 gradients of a layer, and the part of the sums they join."""
+        size = 4 * sum(block.weights)
+        if self.adds_in_place and self.rules.zero < 2:
+            return 2 * size
+        return size
 
     def _narrow_state(self) -> int:
         """Counts padded copies of experts' kernels and their state on TPU, in bytes.
@@ -327,11 +356,10 @@ class _Step:
             sizes["unreduced gradients"] = 0
             if not sizes["gradients"]:
                 sizes["gradients"] = 4 * self._head_shard()
-        layer_gradients = self._sum(self.rules.gradient, 4, "blocks")
+        layer_gradients = self._sum(
+            self.rules.gradient, self.stored_itemsize, "blocks"
+        )
         if self.staging:
-            # A tick of the schedule reduces the head's gradient by itself.
-            sizes["unreduced gradients"] = 0
-            layer_gradients //= self.staging.config.chunks
             if self.policy == "layers":
                 # a chunk's inputs, taken from their slots
                 inputs = self.staging.kept_inputs * self.kept_input_bytes
@@ -339,7 +367,8 @@ class _Step:
             else:
                 block_bytes = self.scale * sum(size for _, size in self.block.kept)
                 sizes["working set"] = self.staging.dims[2] * block_bytes
-        sizes["gradients"] += layer_gradients
+        if not self.adds_in_place:
+            sizes["gradients"] += layer_gradients
         every = self.run.remat.every
         if every > 1:  # the loop over a group has stacks of its own
             share = every / max(self.flat_spec.depth * self.flat_spec.block_layers, 1)
@@ -357,18 +386,29 @@ class _Step:
         sizes = self.state | kept
         # the sum of gradients of earlier parts
         sizes["gradients"] = 0
-        if self.run.batch.accumulation > 1 or self.staging:
+        if self.adds_in_parts:
             sizes["gradients"] = self._sum(self.rules.gradient, 4)
         sizes["unreduced gradients"] = 4 * self._head(trained=True)
-        # XLA moves casts (TPU) and copies in the order of gathers (GPU) of whole stacks
-        # out of the loops.
-        sizes["weights as computed"] = 0
-        if self.compute_itemsize != self.stored_itemsize:
-            sizes["weights as computed"] = self._sum(
-                self.rules.stored, self.compute_itemsize, "blocks"
-            )
+        sizes["weights as computed"] = self._stack_copies()
         sizes["state, padded"] = self._narrow_state()
         return sizes
+
+    def _stack_copies(self) -> int:
+        """Counts copies of whole stacks of kernels that XLA makes before the loops.
+
+        TPUs cast all stacks to the compute dtype. GPUs keep the stored dtype, and
+        transpose the stacks whose shards are not rows of a layer's kernel: a gather
+        puts one shard behind the other.
+        """
+        if self.platform != "gpu":
+            if self.compute_itemsize == self.stored_itemsize:
+                return 0
+            return self._sum(self.rules.stored, self.compute_itemsize, "blocks")
+        return self.stored_itemsize * sum(
+            shard_size(self.rules, self.rules.stored(names, x.shape), x.shape)
+            for path, (x, names) in self.parameters.items()
+            if in_stack(path) and gathers_inside(self.rules, names, x.shape)
+        )
 
     def _kept(self) -> Components:
         """Counts values that layers keep from the forward to the backward pass.
