@@ -127,7 +127,12 @@ def _trace(composition: Composition, length: int, policy: str, platform: str) ->
         kept = _with_declared(kept, declared)
     needed = _needed(forward, x, lanes)
     largest = max(needed, default=0)
-    recomputed = (Counter(needed) - Counter(size for _, size in kept)).elements()
+    if platform == "tpu":
+        alive = list((Counter(needed) - Counter(size for _, size in kept)).elements())
+    else:
+        # XLA for GPUs postpones the gradients of kernels, so the gradients of values
+        # outlive the values, and those of kept values take memory of their own.
+        alive = needed
     local_heads = (
         dims[names.index("heads")]
         for dims, (_, names) in zip(local, named.values(), strict=True)
@@ -137,7 +142,7 @@ def _trace(composition: Composition, length: int, policy: str, platform: str) ->
         tokens=length,
         x=_bytes(x),
         kept=tuple(kept),
-        working=sum(recomputed) + _bytes(x) + largest,
+        working=sum(alive) + _bytes(x) + largest,
         largest=largest,
         logsumexps=length * next(local_heads, 0),
         weights=tuple(map(math.prod, local)),
