@@ -44,6 +44,7 @@ class Block:
     largest: int = 0  # largest forward value that the backward pass reads
     logsumexps: int = 0  # elements of attention's logsumexp
     weights: tuple[int, ...] = ()  # elements of each weight in the layout of compute
+    trained: tuple[int, ...] = ()  # the same for the weights that are trained
     # an op that declares its own memory; the sizes above contain only its inputs and
     # outputs
     call: Call | None = None
@@ -146,6 +147,11 @@ def _trace(composition: Composition, length: int, policy: str, platform: str) ->
         largest=largest,
         logsumexps=length * next(local_heads, 0),
         weights=tuple(map(math.prod, local)),
+        trained=tuple(
+            math.prod(dims)
+            for path, dims in zip(named, local, strict=True)
+            if path in spec.named_trainable()
+        ),
         call=call,
     )
 

@@ -32,6 +32,7 @@ from jaxdist.hardware.chips import Chip, chip_for, platform_of
 from jaxdist.optim import optimizers
 from jaxdist.parallel import remat
 from jaxdist.parallel.pipeline.partition import Staging
+from jaxdist.planner import update_memory
 from jaxdist.planner.blocks import Block, sample_tokens, trace
 from jaxdist.planner.observed import HOST_BYTES_PER_S, LANES
 from jaxdist.planner.state import (
@@ -44,6 +45,7 @@ from jaxdist.planner.state import (
 )
 from jaxdist.planner.targets import Target
 from jaxdist.protocols.dim_names import has_experts, in_stack
+from jaxdist.protocols.model_spec import stored_dtype
 from jaxdist.telemetry.units import GIB
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.costs import costs_of
@@ -164,10 +166,6 @@ class _Step:
         self.parameters = self.spec.named_trainable()
         self.compute_itemsize = jnp.dtype(run.precision.compute).itemsize
         self.stored_itemsize = jnp.dtype(run.precision.params).itemsize
-        # whether the gradients of parts are summed, and whether a layer's gradients are
-        # added to the sums in place (`step.gradients`), so that no second tree exists
-        self.adds_in_parts = run.batch.accumulation > 1 or bool(composition.staging)
-        self.adds_in_place = self.adds_in_parts and self.stored_itemsize == 4
         parts = composition.total_microbatches * rules.shape.batch_shards
         sequences = max(run.batch.global_size // parts, 1)
         self.policy = run.remat.policy if self.staging is None else self.staging.remat
@@ -185,6 +183,13 @@ class _Step:
         self.earlier_block = None
         if 0 < self.last_layers < spec.depth:
             self.earlier_block = trace(composition, run.remat.others, platform)
+        # whether the gradients of parts are summed
+        self.adds_in_parts = run.batch.accumulation > 1 or bool(self.staging)
+        # Whether a layer's gradients are added to the sums in place (`step.gradients`),
+        # so that no second tree exists. jax does so in the loop of one stack.
+        self.adds_in_place = self.adds_in_parts and self.stored_itemsize == 4
+        if self.staging is None and (run.remat.every > 1 or self.earlier_block):
+            self.adds_in_place = False
         self.tokens = sequences * sample_tokens(composition)
         # the sizes of a block are per `block.tokens`
         self.scale = self.tokens // self.block.tokens
@@ -194,6 +199,12 @@ class _Step:
             self.kept_input_bytes //= rules.shape.sizes["tensor"]
         self.costs = costs_of(run)
         shares = [cost.share(rules, self.compute_itemsize) for cost in self.costs]
+        # attention scores in one layer
+        self.score_bytes = 0
+        if platform == "gpu":
+            dtype = run.precision.compute
+            scores = [cost.score_bytes(rules, dtype, platform) for cost in self.costs]
+            self.score_bytes = sequences * max(scores, default=0)
         # keys and values of other devices in one layer
         keys = max((share.held for share in shares), default=0)
         self.remote_keys_bytes = sequences * keys
@@ -202,24 +213,20 @@ class _Step:
     # --- moments ----------------------------------------------------------------------
 
     def in_update(self) -> Components:
-        """Counts state and gradients: new values replace old ones leaf by leaf.
+        """Counts state, gradients and the update's own values.
 
-        At ZeRO 1 and 2, each device updates a shard and gathers the new parameters.
-        XLA for GPUs starts all gathers before it puts their results in place. Only one
-        result, the largest, takes the memory of an old parameter.
+        New values replace old ones leaf by leaf.
         """
-        gathered = 0
-        if self.platform == "gpu" and self.rules.zero in (1, 2):
-            whole = [
-                shard_size(self.rules, self.rules.stored(names, x.shape), x.shape)
-                for x, names in self.parameters.values()
-                if self.rules.state(names, x.shape)
-                != self.rules.stored(names, x.shape)
-            ]
-            gathered = sum(whole) - max(whole, default=0)
-        return self.state | {
-            "gradients": self._sum(self.rules.state, 4),
-            "gathered parameters": self.stored_itemsize * gathered,
+        sizes = self.state | {"gradients": self._sum(self.rules.state, 4)}
+        if self.platform != "gpu":
+            return sizes
+        return sizes | {
+            "gathered parameters": update_memory.gathered_bytes(
+                self.spec, self.rules, self.stored_itemsize
+            ),
+            "orthogonalized kernels": update_memory.orthogonalized_bytes(
+                self.spec, self.rules, self.run
+            ),
         }
 
     def in_loss(self) -> Components:
@@ -289,12 +296,12 @@ class _Step:
                 }
             return
         gathered = self._gathered_once() or sum(block.weights) * self.compute_itemsize
-        work = self.scale * block.working
+        work = self.scale * block.working + self.score_bytes
         if self.kept_input_bytes < self.input_bytes:
             # With sequence parallelism, a part's input exists gathered as well.
             work += self.input_bytes
         unreduced = max(
-            4 * max(block.weights, default=0) - self.scale * block.largest, 0
+            4 * max(block.trained, default=0) - self.scale * block.largest, 0
         )
         if self.pressed:
             # One gradient takes the place of its value; programs with none and with
@@ -313,7 +320,7 @@ class _Step:
 
     def _layer_gradients(self, block: Block) -> int:
         """Counts the float32 gradients of a layer, and the part of the sums they join."""
-        size = 4 * sum(block.weights)
+        size = 4 * sum(block.trained)
         if self.adds_in_place and self.rules.zero < 2:
             return 2 * size
         return size
@@ -374,7 +381,7 @@ class _Step:
             share = every / max(self.flat_spec.depth * self.flat_spec.block_layers, 1)
             sizes["saved in a group"] = self._in_group()
             sizes["gradients"] += int(share * layer_gradients)
-            sizes["weights as computed"] += int(share * sizes["weights as computed"])
+            sizes["weights as computed"] += int(share * self._copied_stacks())
         return sizes
 
     def _around_backward(self, kept: Components) -> Components:
@@ -390,8 +397,17 @@ class _Step:
             sizes["gradients"] = self._sum(self.rules.gradient, 4)
         sizes["unreduced gradients"] = 4 * self._head(trained=True)
         sizes["weights as computed"] = self._stack_copies()
+        if self.earlier_block and self.platform == "gpu":
+            # The two loops over layers get slices of all stacks.
+            sizes["weights as computed"] += self._copied_stacks()
         sizes["state, padded"] = self._narrow_state()
         return sizes
+
+    def _copied_stacks(self) -> int:
+        """Counts copies of the stacks for loops over some of the layers, in bytes."""
+        if self.platform != "gpu":
+            return self._stack_copies()
+        return self._sum(self.rules.stored, self.stored_itemsize, "blocks")
 
     def _stack_copies(self) -> int:
         """Counts copies of whole stacks of kernels that XLA makes before the loops.
@@ -404,9 +420,11 @@ class _Step:
             if self.compute_itemsize == self.stored_itemsize:
                 return 0
             return self._sum(self.rules.stored, self.compute_itemsize, "blocks")
-        return self.stored_itemsize * sum(
+        params = self.run.precision.params
+        return sum(
             shard_size(self.rules, self.rules.stored(names, x.shape), x.shape)
-            for path, (x, names) in self.parameters.items()
+            * stored_dtype(x, params).itemsize
+            for path, (x, names) in self.spec.named_parameters().items()
             if in_stack(path) and gathers_inside(self.rules, names, x.shape)
         )
 
