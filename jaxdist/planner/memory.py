@@ -188,7 +188,10 @@ class _Step:
         # Whether a layer's gradients are added to the sums in place (`step.gradients`),
         # so that no second tree exists. jax does so in the loop of one stack.
         self.adds_in_place = self.adds_in_parts and self.stored_itemsize == 4
-        if self.staging is None and (run.remat.every > 1 or self.earlier_block):
+        # whether the loops over layers read slices of the stacks: those of layers with
+        # their own remat policy, or of each kind of layers
+        self.splits_stacks = bool(self.earlier_block) or spec.period > 1
+        if self.staging is None and (run.remat.every > 1 or self.splits_stacks):
             self.adds_in_place = False
         self.tokens = sequences * sample_tokens(composition)
         # the sizes of a block are per `block.tokens`
@@ -240,8 +243,7 @@ class _Step:
             # those of a chunk on all devices that share the vocabulary
             working_set += 2 * self._rows(chunk)
         return self._around_backward(self._kept()) | {
-            "gathered weights": self._head() * self.compute_itemsize
-            + self._gathered_once(),
+            "gathered weights": self._gathered_head() + self._gathered_once(),
             # logits in float32, and their gradient
             "logits": chunk * vocabulary * (4 + self.compute_itemsize),
             "working set": working_set,
@@ -397,8 +399,7 @@ class _Step:
             sizes["gradients"] = self._sum(self.rules.gradient, 4)
         sizes["unreduced gradients"] = 4 * self._head(trained=True)
         sizes["weights as computed"] = self._stack_copies()
-        if self.earlier_block and self.platform == "gpu":
-            # The two loops over layers get slices of all stacks.
+        if self.splits_stacks and self.platform == "gpu":
             sizes["weights as computed"] += self._copied_stacks()
         sizes["state, padded"] = self._narrow_state()
         return sizes
@@ -499,6 +500,21 @@ class _Step:
         if vocabulary:
             return local[names.index("vocab")]
         return math.prod(local) // self._vocabulary_parts()
+
+    def _gathered_head(self) -> int:
+        """Counts the bytes of the output head as the loss reads it.
+
+        A GPU reads a head that is stored whole in the compute dtype from its place.
+        """
+        table = self._head_table(trained=False)
+        if table is None:
+            return 0
+        dims, names = table
+        whole = self.rules.stored(names, dims) == self.rules.computed(names, dims)
+        same = self.stored_itemsize == self.compute_itemsize
+        if self.platform == "gpu" and whole and same:
+            return 0
+        return self._head() * self.compute_itemsize
 
     def _vocabulary_parts(self) -> int:
         """Counts the devices that split the head in the loss (`ops.cross_entropy`).
