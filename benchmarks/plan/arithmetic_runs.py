@@ -72,6 +72,7 @@ finetune-0.5b-lora           | a100:1x1 | finetune:lora | init.required=false tr
 7b-zero1-accumulation        | h100:1x8 | llama2_7b | batch.global_size=32 mesh.zero=1 batch.accumulation=4
 7b-zero2                     | h100:1x8 | llama2_7b | batch.global_size=32 mesh.zero=2
 7b-zero2-accumulation        | h100:1x8 | llama2_7b | batch.global_size=32 mesh.zero=2 batch.accumulation=4
+7b-zero2-16                  | h100:2x8 | llama2_7b | batch.global_size=32 mesh.zero=2
 7b-zero3                     | h100:1x8 | llama2_7b | batch.global_size=32
 7b-zero3-accumulation        | h100:1x8 | llama2_7b | batch.global_size=32 batch.accumulation=4
 7b-dots                      | h100:1x8 | llama2_7b | batch.global_size=16 remat.policy=dots
@@ -86,6 +87,8 @@ finetune-0.5b-lora           | a100:1x1 | finetune:lora | init.required=false tr
 7b-groups                    | h100:1x8 | llama2_7b | batch.global_size=32 remat.every=4 batch.accumulation=4
 7b-fp8                       | h100:1x8 | llama2_7b | batch.global_size=32 precision.matmul=fp8_rowwise
 8b                           | h100:1x8 | llama3_8b
+8b-zero2                     | h100:1x8 | llama3_8b | batch.global_size=8 mesh.zero=2
+8b-zero2-accumulation        | h100:1x8 | llama3_8b | batch.global_size=16 mesh.zero=2 batch.accumulation=2
 8b-accumulation              | h100:1x8 | llama3_8b | batch.accumulation=8
 8b-tensor-only               | h100:1x8 | llama3_8b | mesh.fsdp=1 mesh.tensor=8 batch.accumulation=16
 8b-data-fsdp                 | h100:4x8 | llama3_8b | mesh.data=4 mesh.fsdp=8 batch.accumulation=2

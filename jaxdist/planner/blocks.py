@@ -43,6 +43,9 @@ class Block:
     working: int = 0
     largest: int = 0  # largest forward value that the backward pass reads
     logsumexps: int = 0  # elements of attention's logsumexp
+    # attention scores of a sample that is not text; those of a text do not follow from
+    # a short trace
+    scores: int = 0
     weights: tuple[int, ...] = ()  # elements of each weight in the layout of compute
     trained: tuple[int, ...] = ()  # the same for the weights that are trained
     # an op that declares its own memory; the sizes above contain only its inputs and
@@ -146,6 +149,7 @@ def _trace(composition: Composition, length: int, policy: str, platform: str) ->
         working=sum(alive) + _bytes(x) + largest,
         largest=largest,
         logsumexps=length * next(local_heads, 0),
+        scores=0 if run.data.is_text else _inner_products(forward),
         weights=tuple(map(math.prod, local)),
         trained=tuple(
             math.prod(dims)
@@ -371,6 +375,21 @@ def _needed(jaxpr: Jaxpr, x: Var, lanes: int) -> list[int]:
         sources |= {out: (frozenset([out]), False) for out in eqn.outvars}
     needed.pop(x, None)
     return list(needed.values())
+
+
+def _inner_products(jaxpr: Jaxpr) -> int:
+    """Counts the bytes of matmuls inside of calls that return nothing of their size."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        returned = {_elements(out)[0] for out in eqn.outvars}
+        for inner in (getattr(value, "jaxpr", value) for value in eqn.params.values()):
+            total += sum(
+                _bytes(product.outvars[0])
+                for product in getattr(inner, "eqns", ())
+                if product.primitive.name == "dot_general"
+                and _elements(product.outvars[0])[0] not in returned
+            )
+    return total
 
 
 def _contains(eqn: JaxprEqn, primitives: Sequence[str]) -> bool:
