@@ -68,6 +68,7 @@ finetune-0.5b-lora           | a100:1x1 | finetune:lora | init.required=false tr
 1.1b-float32                 | a100:1x8 | llama2_7b | @1.1b batch.global_size=32 precision.compute=float32
 1.1b-v5e                     | v5e:2x2  | llama2_7b | @1.1b batch.global_size=16
 1.1b-v5e-accumulation        | v5e:2x2  | llama2_7b | @1.1b batch.global_size=32 batch.accumulation=4
+1.1b-v5e-zero2               | v5e:2x2  | llama2_7b | @1.1b batch.global_size=32 mesh.zero=2 batch.accumulation=4
 7b-zero1                     | h100:1x8 | llama2_7b | batch.global_size=32 mesh.zero=1
 7b-zero1-accumulation        | h100:1x8 | llama2_7b | batch.global_size=32 mesh.zero=1 batch.accumulation=4
 7b-zero2                     | h100:1x8 | llama2_7b | batch.global_size=32 mesh.zero=2

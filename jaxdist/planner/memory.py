@@ -5,17 +5,20 @@ loss, in the backward pass of the last layer, or in the update. Each moment hold
 state and its live values; `components` explains the largest. One block is traced on a
 device's shapes, and the activations that its remat policy keeps are read from its vjp.
 Padding, fragmentation and the order of instructions are omitted, because only a
-compiler knows them. Nothing is fitted.
+compiler knows them. Nothing is fitted but `update_memory.WAITING`.
+
+The gradients of parts are added to one tree of sums in place. A second tree exists with
+parameters in bfloat16, and where the loops over layers do not run over the whole stack:
+with `remat.layers`, `remat.every`, and layers of several kinds.
 
 Matmuls of a recipe (`precision.matmul`) count as those of the compute dtype. XLA for
 CUDA gathers their kernels in the recipe's dtype, but keeps the same float32 copies of
-whole stacks. The codes of activations take as much as the gathers save, or more with
-many tokens: Llama 3.1 8B on 8 H100 with fp8_rowwise takes 46.34 GiB, where the
-arithmetic says 45.15. In 8 parts it takes 24.80 GiB, where the arithmetic says 24.89
-(jax 0.10.2).
+stacks. The codes of activations take as much as the gathers save, or more with many
+tokens.
 
 The lifetimes of values were read from buffer assignments of libtpu 0.0.42.1 and of XLA
-for CUDA (jax 0.10.2, option xla_dump_to).
+for CUDA (jax 0.10.2, option xla_dump_to). benchmarks/plan/arithmetic.py compares the
+sums with the compilers' peaks.
 """
 
 import math
@@ -137,7 +140,7 @@ def _chip(target: Target | jax.Device) -> Chip | None:
 
 def _peak(step: "_Step") -> Components:
     """Finds the components of the moment with the largest peak."""
-    moments = (step.in_loss(), *step.in_backward(), step.in_update())
+    moments = (step.in_loss(), *step.in_backward(), *step.in_update())
     return max(moments, key=accounted_peak)
 
 
@@ -230,21 +233,24 @@ class _Step:
 
     # --- moments ----------------------------------------------------------------------
 
-    def in_update(self) -> Components:
-        """Counts state, gradients and the update's own values.
+    def in_update(self) -> Iterator[Components]:
+        """Counts the moments of the update: its start and its end.
 
-        New values replace old ones leaf by leaf.
+        All gradients exist at the start. New values then replace old ones leaf by leaf.
         """
-        sizes = self.state | {"gradients": self._sum(self.rules.state, 4)}
-        if self.platform != "gpu":
-            return sizes
-        return sizes | {
-            "gathered parameters": update_memory.gathered_bytes(
-                self.spec, self.rules, self.stored_itemsize
-            ),
-            "orthogonalized kernels": update_memory.orthogonalized_bytes(
+        yield self.state | {"gradients": self._sum(self.rules.gradient, 4)}
+        gathered = update_memory.gathered_bytes(
+            self.spec, self.rules, self.stored_itemsize, self.platform
+        )
+        orthogonalized = 0
+        if self.platform == "gpu":
+            orthogonalized = update_memory.orthogonalized_bytes(
                 self.spec, self.rules, self.run
-            ),
+            )
+        yield self.state | {
+            "gradients": self._sum(self.rules.state, 4),
+            "gathered parameters": gathered,
+            "orthogonalized kernels": orthogonalized,
         }
 
     def in_loss(self) -> Components:

@@ -1,4 +1,4 @@
-"""The memory that the update of a step needs besides state and gradients, on GPUs.
+"""The memory that the update of a step needs besides state and gradients.
 
 The lifetimes were read from buffer assignments of XLA for CUDA (jax 0.10.2).
 """
@@ -11,36 +11,39 @@ from jaxdist.planner.state import shard_size
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.trainer.run_config import RunConfig
 
-# Share of the new parameters that wait in memory of their own, after a gather. Programs
-# of llama2_7b on 8 GPUs were seen with 0.45 (one part) and 0.77 (four parts).
-WAITING = 0.6
+# Share of the new parameters that wait in memory of their own, after a gather, by
+# platform. On GPUs it was 0.45 to 0.96 in six programs at ZeRO 2
+# (benchmarks/plan/arithmetic.py). With a larger share, a search would refuse layouts
+# that fit (`memory.OVERESTIMATE`).
+WAITING = {"gpu": 0.6, "tpu": 1.0}
 
 
-def gathered_bytes(spec: ModelSpec, rules: Rules, itemsize: int) -> int:
+def gathered_bytes(spec: ModelSpec, rules: Rules, itemsize: int, platform: str) -> int:
     """Counts the gathered parameters that wait to be put in place, in bytes.
 
     At ZeRO 1 and 2, each device updates its shards, and gathers the new parameters. XLA
-    starts the gathers of all parameters before it puts the first in place. Some results
-    use the memory of old parameters that nobody reads any more; the order of the
-    instructions decides which.
+    starts the gathers of all parameters before it puts the first in place. On GPUs,
+    some results use the memory of old parameters that nobody reads any more; the order
+    of the instructions decides which.
 
     Args:
       spec: the model.
       rules: the sharding rules of the layout.
       itemsize: bytes of a stored number.
+      platform: tpu, gpu or cpu.
     """
     whole = sum(
         shard_size(rules, rules.stored(names, x.shape), x.shape)
         for x, names in spec.named_trainable().values()
         if rules.state(names, x.shape) != rules.stored(names, x.shape)
     )
-    return int(WAITING * itemsize * whole)
+    return int(WAITING.get(platform, 0) * itemsize * whole)
 
 
 def orthogonalized_bytes(spec: ModelSpec, rules: Rules, run: RunConfig) -> int:
     """Counts the kernels that Muon orthogonalizes, in bytes.
 
-    Newton-Schulz iterations run for all kernels at once. Each needs a whole kernel in
+    XLA for GPUs runs Newton-Schulz iterations for all kernels at once. Each needs a whole kernel in
     float32, and its next iterate.
     """
     if run.optimizer.name != "muon":
