@@ -238,7 +238,8 @@ class _Step:
 
         All gradients exist at the start. New values then replace old ones leaf by leaf.
         """
-        yield self.state | {"gradients": self._sum(self.rules.gradient, 4)}
+        itemsize = 4 if self.adds_in_parts else self.stored_itemsize
+        yield self.state | {"gradients": self._sum(self.rules.gradient, itemsize)}
         gathered = update_memory.gathered_bytes(
             self.spec, self.rules, self.stored_itemsize, self.platform
         )
