@@ -199,16 +199,6 @@ class _Step:
         self.earlier_block = None
         if 0 < self.last_layers < spec.depth:
             self.earlier_block = trace(composition, run.remat.others, platform)
-        # whether the gradients of parts are summed
-        self.adds_in_parts = run.batch.accumulation > 1 or bool(self.staging)
-        # Whether a layer's gradients are added to the sums in place (`step.gradients`),
-        # so that no second tree exists. jax does so in the loop of one stack.
-        self.adds_in_place = self.adds_in_parts and self.stored_itemsize == 4
-        # whether the loops over layers read slices of the stacks: those of layers with
-        # their own remat policy, or of each kind of layers
-        self.splits_stacks = bool(self.earlier_block) or spec.period > 1
-        if self.staging is None and (run.remat.every > 1 or self.splits_stacks):
-            self.adds_in_place = False
         self.tokens = sequences * sample_tokens(composition)
         # the sizes of a block are per `block.tokens`
         self.scale = self.tokens // self.block.tokens
@@ -218,18 +208,44 @@ class _Step:
             self.kept_input_bytes //= rules.shape.sizes["tensor"]
         self.costs = costs_of(run)
         shares = [cost.share(rules, self.compute_itemsize) for cost in self.costs]
-        # attention scores in one layer
-        self.score_bytes = 0
-        if platform == "gpu":
-            dtype = run.precision.compute
-            scores = [cost.score_bytes(rules, dtype, platform) for cost in self.costs]
-            self.score_bytes = sequences * max(scores, default=0)
-            # and as many bytes of gradients
-            self.score_bytes += 2 * self.scale * self.block.scores
+        self.score_bytes = self._score_bytes(sequences) if platform == "gpu" else 0
         # keys and values of other devices in one layer
         keys = max((share.held for share in shares), default=0)
         self.remote_keys_bytes = sequences * keys
         self.state = state
+
+    @property
+    def adds_in_parts(self) -> bool:
+        """Whether the gradients of parts of the batch are summed."""
+        return self.run.batch.accumulation > 1 or self.staging is not None
+
+    @property
+    def splits_stacks(self) -> bool:
+        """Whether the loops over layers read slices of the stacks.
+
+        They do if some layers have another remat policy, or are of another kind.
+        """
+        return self.earlier_block is not None or self.flat_spec.period > 1
+
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether a layer's gradients are added to the sums (`step.gradients`).
+
+        Then no second tree exists. jax does so in the loop over a whole stack.
+        """
+        if not self.adds_in_parts or self.stored_itemsize != 4:
+            return False
+        whole = self.run.remat.every == 1 and not self.splits_stacks
+        return whole or self.staging is not None
+
+    def _score_bytes(self, sequences: int) -> int:
+        """Counts the bytes of attention scores and their gradients in one layer."""
+        dtype = self.run.precision.compute
+        scores = [
+            cost.score_bytes(self.rules, dtype, self.platform) for cost in self.costs
+        ]
+        traced = 2 * self.scale * self.block.scores
+        return sequences * max(scores, default=0) + traced
 
     # --- moments ----------------------------------------------------------------------
 
