@@ -2,6 +2,7 @@
 
     python -m jaxdist.train --config llama2_7b --config.data.path='tokens/*.bin'
     python -m jaxdist.train --config llama2_7b:tiny    # the same family in a CPU minute
+    python -m jaxdist.plan --config llama2_7b --on a100:4x8    # 58.1 GiB, MFU 48 %
 
 The .bin files hold token ids as uint16 (32,000 tokens fit).
 """

@@ -3,6 +3,9 @@
     python -m jaxdist.train --config llama3_70b --config.data.path='tokens/*.bin'
     python -m jaxdist.train --config llama3_70b:tiny    # the same family in a CPU minute
     python -m jaxdist.train --config llama3_70b:pipeline --config.data.path='tokens/*.bin'
+    python -m jaxdist.plan --config llama3_70b --on h100:16x8    # 62.1 GiB, MFU 48 %
+    python -m jaxdist.plan --config llama3_70b:pipeline --on h100:16x8    # 25.9 GiB, MFU 42 %
+    python -m jaxdist.plan --config llama3_70b:qlora --on a100:1x1 --config.init.required=false    # 61.0 GiB, MFU 45 %
 
 `:pipeline` holds 20 layers on each of four stages, in five chunks of four, for devices that are too
 many or too far apart for fsdp alone: 4 x fsdp 32, with --config.mesh.tensor=8 on 1,024 of them.

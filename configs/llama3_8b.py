@@ -2,9 +2,10 @@
 
     python -m jaxdist.train --config llama3_8b --config.data.path='tokens/*.bin'
     python -m jaxdist.train --config llama3_8b:tiny    # the same family in a CPU minute
+    python -m jaxdist.plan --config llama3_8b --on h100:1x8    # 45.1 GiB, MFU 48 %
 
 The .bin files hold token ids as uint32 (128,256 tokens do not fit in uint16). The batch is one that
-eight large devices hold; the paper's is 512 sequences, later 1,024: `--config.batch.global_size`.
+eight GPUs of 80 GB hold; the paper's is 512 sequences, later 1,024: `--config.batch.global_size`.
 """
 
 from jaxdist import default_config, sized

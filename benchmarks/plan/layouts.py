@@ -1,11 +1,13 @@
 """Prints the memory of each layout per device, as the compiler reports it.
 
     python benchmarks/plan/layouts.py            # eight emulated CPU devices; nothing runs
+    python benchmarks/plan/layouts.py --row 3    # the fourth row alone
 
 Shape: 4 layers x d_model 256, d_ff 688, 8 heads, 4 kv heads, vocabulary 4096, 8 x 256
 tokens, float32, AdamW.
 """
 
+import argparse
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -74,9 +76,15 @@ def memory(config: MeshConfig, devices: int, remat: str):
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--row", type=int, help="number of the only row to print, from 0; default: all"
+    )
+    chosen = parser.parse_args().row
+    rows = ROWS if chosen is None else ROWS[chosen : chosen + 1]
     print("| layout | zero | remat | arguments MB | donated MB | temporary MB |")
     print("|---|---|---|---|---|---|")
-    for config, devices, remat in ROWS:
+    for config, devices, remat in rows:
         found = memory(config, devices, remat)
         sizes = (
             found.argument_size_in_bytes,

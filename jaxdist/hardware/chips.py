@@ -123,6 +123,11 @@ class Network:
 # Networks by the names that `plan --on h100:4x8@NAME` accepts. Eight GPUs share the
 # ports of a host.
 NETWORKS: Mapping[str, Network] = {
+    "ib50": Network(
+        "InfiniBand",
+        6.25 * _G,
+        "NVIDIA DGX-1 with V100 datasheet: four ports of 100 Gbit/s for eight GPUs",
+    ),
     "ib200": Network(
         "InfiniBand",
         25 * _G,
@@ -254,11 +259,12 @@ def _tensor_cores(
 # SparseCore: no flag moves collectives of v4 or v5e there, and 7x moves them without a
 #   flag (libtpu 0.0.42.1 and 0.0.50.1).
 # NVLink and PCIe: half of the datasheets' bidirectional numbers. PCIe 4.0 x16 has 32
-#   GB/s, 5.0 x16 has 64.
+#   GB/s, 3.0 x16 (T4, V100) has 16, and 5.0 x16 has 64.
 # GB200: 36 or 72 GPUs of a rack share one NVLink domain, which is a "host" here. Each
 #   has a quarter of NVLink-C2C's 900 GB/s to CPU memory (two GPUs, two directions).
 _SUB_CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_IB50: dict[str, Any] = {"pcie": 16, "network": "ib50"}
 _IB200: dict[str, Any] = {"pcie": 32, "network": "ib200"}
 _IB400: dict[str, Any] = {"pcie": 64, "network": "ib400"}
 
@@ -326,15 +332,23 @@ CHIPS: tuple[Chip, ...] = (
           (1, "NVLink", 900), "NVIDIA GB200 NVL72 datasheet, per GPU (sparse figures halved)",
           family="gb200", network="ib400", pcie=225, gpus_per_host=72),
     _chip("RTX 4090", ("NVIDIA GeForce RTX 4090",), _tensor_cores(165.2, 82.6, 82.6, 330.3, int8=660.6),
-          24 * _G, 1008, (1, "PCIe", 32), "NVIDIA Ada GPU architecture whitepaper, float32 accumulation"),
+          24 * _G, 1008, (1, "PCIe", 32), "NVIDIA Ada GPU architecture whitepaper, float32 accumulation",
+          family="rtx4090"),
     _chip("L4", ("NVIDIA L4",), _tensor_cores(121, 60, 30.3, 242.5), 24 * _G, 300, (1, "PCIe", 32),
-          "NVIDIA L4 Tensor Core GPU datasheet (sparse figures halved)"),
+          "NVIDIA L4 Tensor Core GPU datasheet (sparse figures halved)", family="l4"),
+    _chip("A10G", ("NVIDIA A10G",),
+          {"bfloat16": 70, "float16": 70, "tfloat32": 35, "float32": 35, "int8": 140}, 24 * _G, 600,
+          (1, "PCIe", 32), "NVIDIA A10G datasheet of AWS (sparse figures left out)", family="a10g"),
     _chip("T4", ("Tesla T4", "NVIDIA T4"), {"float16": 65, "float32": 8.1, "int8": 130}, 16 * _G, 320,
-          (1, "PCIe", 16), "NVIDIA T4 Tensor Core GPU datasheet (no bfloat16 units)"),
-    _chip("V100 16GB", ("Tesla V100-SXM2-16GB",), _VOLTA, 16 * _G, 900, (1, "NVLink", 150), _V100, pcie=16),
-    _chip("V100 32GB", ("Tesla V100-SXM2-32GB",), _VOLTA, 32 * _G, 900, (1, "NVLink", 150), _V100, pcie=16),
-    _chip("V100 16GB PCIe", ("Tesla V100-PCIE-16GB",), _VOLTA_PCIE, 16 * _G, 900, (1, "PCIe", 16), _V100),
-    _chip("V100 32GB PCIe", ("Tesla V100-PCIE-32GB",), _VOLTA_PCIE, 32 * _G, 900, (1, "PCIe", 16), _V100),
+          (1, "PCIe", 16), "NVIDIA T4 Tensor Core GPU datasheet (no bfloat16 units)", family="t4"),
+    _chip("V100 16GB", ("Tesla V100-SXM2-16GB",), _VOLTA, 16 * _G, 900, (1, "NVLink", 150), _V100,
+          family="v100-16gb", **_IB50),
+    _chip("V100 32GB", ("Tesla V100-SXM2-32GB",), _VOLTA, 32 * _G, 900, (1, "NVLink", 150), _V100,
+          family="v100", **_IB50),
+    _chip("V100 16GB PCIe", ("Tesla V100-PCIE-16GB",), _VOLTA_PCIE, 16 * _G, 900, (1, "PCIe", 16), _V100,
+          family="v100-16gb-pcie"),
+    _chip("V100 32GB PCIe", ("Tesla V100-PCIE-32GB",), _VOLTA_PCIE, 32 * _G, 900, (1, "PCIe", 16), _V100,
+          family="v100-pcie"),
 )
 # fmt: on
 

@@ -24,7 +24,12 @@ from typing import Any
 
 from jaxdist.config import ConfigError, extras
 from jaxdist.hardware import flags as platform_flags
-from jaxdist.planner.observed import NOISE, WINDOWED_EINSUM
+from jaxdist.planner.observed import (
+    NOISE,
+    OLD_PTXAS,
+    PTXAS_FIX,
+    WINDOWED_EINSUM,
+)
 from jaxdist.planner.targets import Target
 from jaxdist.storage import untrusted
 from jaxdist.telemetry.units import GIB
@@ -169,6 +174,8 @@ def _raise_error(result: Mapping[str, Any], folder: Path) -> None:
         raise ConfigError(result["faults"])
     if "error" in result:
         message = result["error"]
+        if OLD_PTXAS in message:
+            message += PTXAS_FIX
         tail = read_log(folder).splitlines()[-_TAIL_LINES:]
         if tail:
             message += "\n".join(["; the end of its log:", *tail])

@@ -146,6 +146,12 @@ OUT_OF_MEMORY = re.compile(
 
 # --- GPU programs ---------------------------------------------------------------------
 
+# an error about an assembler that does not know the GPU; CUDA 13 dropped Volta
+OLD_PTXAS = "ptxas too old"
+PTXAS_FIX = (
+    " This ptxas has no code for the GPU: CUDA 13 has none for V100s. Install that of "
+    "CUDA 12 beside jax: pip install nvidia-cuda-nvcc-cu12"
+)
 CUDNN_ATTENTION = "__cudnn$fmha"
 CUDNN_BACKWARD = "Backward"  # the end of a backward call's target
 

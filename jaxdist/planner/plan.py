@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax
 
 from jaxdist.config import ConfigError
-from jaxdist.parallel import placement
+from jaxdist.parallel import placement, precision
 from jaxdist.planner import advice, memory, on_target, show, targets
 from jaxdist.planner.calibration import Calibration
 from jaxdist.planner.compiled_step import tokens_per_step, with_compiled
@@ -60,6 +60,8 @@ def make_plan(
         expert_load=expert_load,
         calibration=calibration,
     )
+    for line in plan.warnings:
+        say(f"warning: {line}")
     plan = _with_compiler(plan, options, say)
     if plan.fits is not False:
         return plan
@@ -87,7 +89,10 @@ def plan_by_arithmetic(run: RunConfig, target: Target) -> Plan:
         capacity_bytes=target.usable_bytes,
         pipeline=pipeline_report.describe(composition).get("pipeline", {}),
         tokens=run.train.steps * tokens_per_step(composition),
-        warnings=placement.warnings(composition.placements(), composition.rules),
+        warnings=[
+            *placement.warnings(composition.placements(), composition.rules),
+            *precision.advice(run.precision, target.stand_ins()[0]),
+        ],
     )
 
 

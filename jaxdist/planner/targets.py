@@ -128,8 +128,10 @@ class Target:
         """Looks up the peak FLOP/s of matmuls; None if none is published."""
         if self.chip is None:
             return None
-        # TPU matrix units round float32 to bfloat16.
-        return self.chip.peak(dtype) or self.chip.peak("bfloat16")
+        # TPU matrix units round float32 to bfloat16. XLA computes what a GPU has no units
+        # for, such as bfloat16 on a T4, in float32.
+        instead = "float32" if self.platform == "gpu" else "bfloat16"
+        return self.chip.peak(dtype) or self.chip.peak(instead)
 
     @property
     def compiler(self) -> str:

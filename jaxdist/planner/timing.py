@@ -21,7 +21,7 @@ from jaxdist.planner import observed
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.observed import GROUPED_MATMUL
 from jaxdist.planner.targets import Target
-from jaxdist.telemetry import hlo
+from jaxdist.telemetry import hlo, traffic
 from jaxdist.telemetry.flops import hlo_flops, instruction_flops
 from jaxdist.telemetry.units import percent_text
 
@@ -476,30 +476,6 @@ def with_load(module: hlo.Module, load: float) -> hlo.Module:
 
 # --- every other instruction ----------------------------------------------------------
 
-# opcodes that read or write only a slice of their first operand
-_SLICES = ("dynamic-slice", "slice", "gather", "dynamic-update-slice")
-# opcodes that take time on a GPU
-_WORKS = (
-    "fusion",
-    "dot",
-    "convolution",
-    "custom-call",
-    "copy",
-    "transpose",
-    "reduce",
-    "sort",
-    "scatter",
-    "gather",
-    "concatenate",
-    "dynamic-slice",
-    "dynamic-update-slice",
-    "convert",
-    "broadcast",
-    "select",
-    "add",
-)
-
-
 _Instructions = Mapping[str, hlo.Instruction]  # of a computation, by name
 
 
@@ -598,7 +574,7 @@ class _Costs:
         """
         if self.clock_hz:
             return instruction.cycles / self.clock_hz
-        if instruction.opcode not in _WORKS or instruction.name in self.kernels:
+        if instruction.opcode not in traffic.WORKS or instruction.name in self.kernels:
             return 0.0
         fused = ""
         count: Callable[..., float] = partial(
@@ -614,10 +590,10 @@ class _Costs:
             compute_flops -= flops
             matmuls_s += flops / flops_per_s
         matmuls_s += compute_flops / self.flops_per_s
-        traffic = _traffic(
+        moved = traffic.instruction_bytes(
             computation, instruction, self.module.computations.get(fused, {})
         )
-        return max(matmuls_s, traffic / self.bytes_per_s)
+        return max(matmuls_s, moved / self.bytes_per_s)
 
     def _doubtful_s(self, instruction: hlo.Instruction) -> float:
         """Times the cycles of a fused backward matmul above those of a single matmul."""
@@ -643,39 +619,6 @@ def _seconds(target: Target, kernel: Kernel, peak: float) -> float:
     if kernel.role == _EXPERTS:
         share = GROUPED_MATMUL
     return kernel.flops / peak / share
-
-
-def _traffic(
-    computation: _Instructions, instruction: hlo.Instruction, fused: _Instructions
-) -> int:
-    """Counts the bytes that an instruction reads and writes.
-
-    A fusion that slices a stacked array reads or writes only the slice.
-
-    Args:
-      computation: the instructions around it.
-      instruction: the instruction.
-      fused: the instructions of a fusion; {} for other instructions.
-    """
-    reads = [hlo.num_bytes(computation[name].types) for name in instruction.operands]
-    writes = hlo.num_bytes(instruction.types)
-    for inner in fused.values():
-        uses = []
-        if inner.opcode == "parameter":
-            uses = list(hlo.uses(fused, inner.name))
-        only_sliced = all(
-            use.opcode in _SLICES and use.operands[0] == name for name, use in uses
-        )
-        if uses and only_sliced:
-            reads[inner.parameter_number] = sum(
-                hlo.num_bytes(use.types)
-                for _, use in uses
-                if use.opcode != "dynamic-update-slice"
-            )
-        elif inner.opcode == "dynamic-update-slice":  # written in place
-            update = fused[inner.operands[1]]
-            writes -= hlo.num_bytes(inner.types) - hlo.num_bytes(update.types)
-    return max(writes, 0) + sum(reads)
 
 
 def _costs(

@@ -22,6 +22,9 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
 # as in f32[8,128]{1,0:T(8,128)}, or at the start of a tuple.
 _OPCODE = re.compile(r"\s([a-z][a-z0-9\-]*)\(")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+# the same with the layout; S(1) in it is the vector memory of a TPU's core
+_PLACED = re.compile(r"\b[a-z]\w*\[[\d,<=]*\](?:\{[^{}]*\})?")
+_ON_CORE = "S(1)"
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
@@ -134,6 +137,18 @@ class Instruction:
             (dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
             for dtype, dims in _SHAPE.findall(self._split[0])
         ]
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of the result in the device's memory.
+
+        Arrays in the vector memory of a TPU's core do not count.
+        """
+        text = self._split[0]
+        if _ON_CORE not in text:
+            return num_bytes(self.types)
+        kept = [part for part in _PLACED.findall(text) if _ON_CORE not in part]
+        return num_bytes(Instruction("", " ".join(kept)).types)
 
     @property
     def shape(self) -> Shape:

@@ -11,6 +11,7 @@ for random weights only if the caller set it, since its defaults suit trained we
 `warnings` are for all runs.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -81,6 +82,37 @@ def warnings(config: RunConfig) -> Iterator[str]:
         f"optimizer.learning_rate={rate:g} is {size} for adapters (lora.rank="
         f"{config.lora.rank}); usual are 1e-4 to 5e-4 with optimizer.name=adamw, as in "
         f"--config finetune:lora"
+    )
+
+
+def batch_warnings(config: RunConfig, trained_with: Mapping[str, Any]) -> Iterator[str]:
+    """Warns of another global batch with the learning rate of the source.
+
+    The rate of Adam's updates usually grows with the square root of the batch
+    (arXiv:2205.10287), that of SGD's in proportion (arXiv:1706.02677).
+
+    Args:
+      config: the run's config.
+      trained_with: config of the run that trained the weights, by key; {} = unknown.
+    """
+    optimizer = config.optimizer
+    sequences = trained_with.get("batch.global_size")
+    length = trained_with.get("batch.sequence_length")
+    same_rate = trained_with.get("optimizer.learning_rate") == optimizer.learning_rate
+    if optimizer.name == "given" or not same_rate:
+        return
+    if not (isinstance(sequences, int) and isinstance(length, int)):
+        return
+    before = sequences * length
+    now = config.batch.global_size * config.batch.sequence_length
+    if now == before or before <= 0:
+        return
+    root = optimizer.learning_rate * math.sqrt(now / before)
+    yield (
+        f"the global batch changed from {sequences} x {length} to "
+        f"{config.batch.global_size} x {config.batch.sequence_length} tokens, the "
+        f"learning rate did not ({optimizer.learning_rate:g}). With AdamW it usually "
+        f"changes with the square root of the batch: optimizer.learning_rate={root:.3g}"
     )
 
 

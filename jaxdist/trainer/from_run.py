@@ -27,7 +27,7 @@ from jaxdist.models.model_values import (
     without_stretch,
 )
 from jaxdist.step.state import State
-from jaxdist.trainer import source_run
+from jaxdist.trainer import fine_tuning, source_run
 from jaxdist.trainer.run_config import RunConfig, model_defaults
 from jaxdist.trainer.source_run import SourceRun, group_of
 from jaxdist.trainer.weight_source import (
@@ -176,11 +176,16 @@ def _load(target: Target, source: SourceRun, store: CheckpointManager) -> Loaded
     arrays = match.converted(trees.flatten_names(restored.state))
     _refuse_non_finite(source, {name: arrays[name] for name in match.names.values()})
     step = int(arrays["step"])
+    note = (
+        f"init.from_run={source.name}: {match.summary} of step {step}{match.stretched}"
+    )
+    for line in fine_tuning.batch_warnings(target.config, source.trained_with):
+        note += f"\nwarning: {line}"
     weights = LoadedWeights(
         values={
             path: target.store(path, arrays[name]) for path, name in match.names.items()
         },
-        note=f"init.from_run={source.name}: {match.summary} of step {step}{match.stretched}",
+        note=note,
         small_files=source.small_files,
         metadata=restored.metadata,
     )

@@ -7,6 +7,7 @@ from jaxdist.data.dataset import SourceError
 from jaxdist.distributed import coordination
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import EXTENDED
+from jaxdist.telemetry.traffic import Roofline
 from jaxdist.trainer import compose, elastic, model_flops
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd
 from jaxdist.trainer.loop import Trainer, TrainingStopped
@@ -75,7 +76,7 @@ def train_to_end(
     end = trainer.end_without_steps(start.state)
     if end is not None:
         return end
-    _report_start(run, callbacks, saver, schedule)
+    _report_start(run, callbacks, saver, schedule, start.roofline)
     try:
         state, reason = trainer.train(start.state)
     except (
@@ -92,7 +93,11 @@ def train_to_end(
 
 
 def _report_start(
-    run: Run, callbacks: CallbackList, saver: Saver, schedule: SettledSchedule
+    run: Run,
+    callbacks: CallbackList,
+    saver: Saver,
+    schedule: SettledSchedule,
+    roofline: Roofline | None,
 ) -> None:
     """Writes the events of a start, which are the first that loggers receive."""
     step = run.progress.step
@@ -101,7 +106,10 @@ def _report_start(
     resized = elastic.resized(run.folder, run.config, devices)
     if resized:
         run.event("resize", step, **resized)
-    run.event("start", step, devices=devices, processes=jax.process_count())
+    facts: dict[str, object] = {"devices": devices, "processes": jax.process_count()}
+    if roofline is not None:
+        facts["roofline"] = roofline.to_json()
+    run.event("start", step, **facts)
     saver.report_bad_checkpoints()
     for part in schedule.steps.extensions:
         if part.start == step:

@@ -13,8 +13,9 @@ from jaxdist.distributed import consistency, coordination, initialize
 from jaxdist.step.state import State
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.flops import is_uncounted, jaxpr_flops
+from jaxdist.telemetry.traffic import Roofline
 from jaxdist.telemetry.units import time_text
-from jaxdist.trainer import data_position, restore, run_metadata
+from jaxdist.trainer import data_position, restore, run_metadata, step_limit
 from jaxdist.trainer.callbacks import Run
 from jaxdist.trainer.compose import batch_shapes
 from jaxdist.trainer.data_position import DataPosition
@@ -28,6 +29,7 @@ class Start(NamedTuple):
     state: State
     # FLOPs of a step on all devices together; None = parts of it cannot be counted
     step_flops: float | None
+    roofline: Roofline | None  # what limits the step; None = unknown
     callbacks: dict[str, Any]  # states of callbacks in the checkpoint, by their names
 
 
@@ -79,8 +81,10 @@ def init_or_restore(
             first = _new_state(run, dataset, init())
         step = first.progress.step
         phase("compile", step)
-        flops, seconds = compiled.result()
+        work, seconds = compiled.result()
         run.note(f"compiled the step in {time_text(seconds)}")
+        for line in step_limit.lines(run.composition, run.devices[0], work.roofline):
+            run.note(line)
         consistency.agree(lambda: {"data left out": first.windows})
         skipping = SkippingDataset(dataset, first.windows)
         if skipping.position(step) > 0 and step < run.config.train.steps:
@@ -90,7 +94,12 @@ def init_or_restore(
         run.progress = first.progress
         run.limit.resume(first.progress.wall_s)
         run.dataset = skipping
-        return Start(first.state, step_flops=flops, callbacks=first.callbacks)
+        return Start(
+            first.state,
+            step_flops=work.flops,
+            roofline=work.roofline,
+            callbacks=first.callbacks,
+        )
     finally:
         # After an error, nobody waits for the compiler.
         pool.shutdown(wait=False, cancel_futures=True)
@@ -140,26 +149,33 @@ def _restore(
     )
 
 
-def _compile_in_time(run: Run) -> tuple[float | None, float]:
-    """Compiles the step; returns its FLOPs and the seconds that this took."""
+class StepWork(NamedTuple):
+    """The work of a compiled step."""
+
+    # FLOPs on all devices together; None = parts of it cannot be counted
+    flops: float | None
+    roofline: Roofline | None  # what limits the step; None = unknown
+
+
+def _compile_in_time(run: Run) -> tuple[StepWork, float]:
+    """Compiles the step; returns its work and the seconds that this took."""
     began = time.monotonic()
-    flops = compile_step(run)
-    return flops, time.monotonic() - began
+    work = compile_step(run)
+    return work, time.monotonic() - began
 
 
-def compile_step(run: Run) -> float | None:
-    """Compiles the train step for the run's batches and counts its FLOPs.
+def compile_step(run: Run) -> StepWork:
+    """Compiles the train step for the run's batches and counts its work.
 
     The compiled program stays in jax's cache, where the step's first call finds it.
     Calling the compiled object itself costs the host a fifth more time per step.
-
-    Returns:
-      The FLOPs of a step on all devices together; None if parts cannot be counted.
     """
     built = run.built
     batch = built.abstract_batch(batch_shapes(run.config))
     traced = built.step.trace(built.abstract_state, batch)
     lowered = traced.lower()
     with initialize.lead_first("step"):
-        lowered.compile()
-    return None if is_uncounted(traced.jaxpr) else jaxpr_flops(traced.jaxpr)
+        compiled = lowered.compile()
+    flops = None if is_uncounted(traced.jaxpr) else jaxpr_flops(traced.jaxpr)
+    limit = step_limit.roofline(run.composition, run.devices[0], flops, compiled)
+    return StepWork(flops, limit)

@@ -36,7 +36,7 @@ class LoadedWeights(NamedTuple):
 
     # parameters and model state by path, as the run stores them (`Target.store`)
     values: dict[str, Any]
-    note: str = ""  # line to print; "" = none
+    note: str = ""  # lines to print; "" = none
     # Hugging Face folder whose config and tokenizer the run keeps for exports
     small_files: Path | None = None
     # optimizer's state to continue with; None = a new one

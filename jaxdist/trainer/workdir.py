@@ -435,6 +435,8 @@ def check_stored_config(
         )
         if change.path.startswith("model.") and not fix:
             fault += ". A branch keeps the shapes of the model's arrays"
+        if change.path == "batch.global_size" and not fix:
+            fault += ". With another batch set optimizer.learning_rate, too"
         faults.append(fault)
     if len(faults) > _MOST_CHANGES:
         raise ConfigError(_another_run(list(changed), config, place, at=at, fix=fix))

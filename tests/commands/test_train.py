@@ -548,6 +548,7 @@ def test_dry_run_needs_no_data_and_writes_nothing(capsys, tmp_path, monkeypatch)
         "mesh.fsdp=2",
         "mesh.data=4",
         "batch.global_size=16",
+        "batch.accumulation=1",
         "batch.sequence_length=64",
     ]
     settings += [

@@ -72,7 +72,7 @@ def test_the_head_says_the_command_that_runs_it(name, tmp_path):
         run = parse(*command[3:])
         assert not schema.faults(run.data)
         devices = dry_run.missing_devices(run.mesh, {"JAX_PLATFORMS": "cpu"}) or 1
-        validation.validate(run, jax.devices()[:devices])
+        validation.validate_on(run, devices)
     assert name in SMALL or any(f"{name}:tiny" in command for command in commands)
 
 
@@ -121,6 +121,23 @@ def test_adapters_for_70b_are_refused_without_weights_and_data():
     assert (run.lora.base, run.precision.params) == ("nf4", "float32")
     shape = validation.validate(run, jax.devices()[:1], with_data=False).shape
     assert shape.batch_shards == 1
+
+
+def test_the_published_layout_of_70b_on_64_a100():
+    run = parse("--config", "llama2_70b:a100x64", "--config.data.path=x.bin")
+    composition = validation.validate_on(run, 64)
+    sizes = {axis: n for axis, n in composition.shape.sizes.items() if n > 1}
+    assert sizes == {"tensor": 8, "pipeline": 2, "fsdp": 4}
+    assert (run.mesh.zero, composition.microbatches) == (1, 128)
+    assert (run.batch.global_size, run.batch.sequence_length) == (512, 4096)
+    per_microbatch = 512 / (128 * composition.shape.batch_shards)
+    assert per_microbatch == 1
+    optimizer = run.optimizer
+    end = optimizer.learning_rate * optimizer.final_learning_rate
+    assert (optimizer.learning_rate, end) == (3e-4, pytest.approx(3e-5))
+    assert (optimizer.schedule, optimizer.name) == ("cosine", "adamw")
+    assert (optimizer.weight_decay, optimizer.clip_norm) == (0.1, 1.0)
+    assert run.precision.compute == "bfloat16"
 
 
 def test_sizes_are_a_closed_set():

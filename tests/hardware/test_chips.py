@@ -45,7 +45,14 @@ def test_an_unknown_chip_is_none_and_never_guessed(kind):
         ("TPU v6 lite", "bfloat16", 918),
         ("TPU7x", "bfloat16", 1153.5),  # two devices share a chip of 2307
         ("TPU v3", "bfloat16", 61.5),
+        ("NVIDIA L4", "bfloat16", 121),
+        ("NVIDIA A10G", "bfloat16", 70),
+        ("NVIDIA A10G", "float8", None),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2),
+        ("Tesla T4", "float16", 65),
         ("Tesla T4", "bfloat16", None),
+        ("Tesla V100-SXM2-32GB", "float16", 125),
+        ("Tesla V100-SXM2-16GB", "bfloat16", None),
         ("TPU v5", "float32", None),
     ],
 )

@@ -26,6 +26,7 @@ from jaxdist.planner import (
     targets,
     worker,
 )
+from jaxdist.planner import plan as plan_module
 from jaxdist.planner.compiler import (
     CannotTell,
     CompileOptions,
@@ -477,6 +478,33 @@ def test_arithmetic_alone_knows_layout_and_parameters():
     assert 0 < found.pipeline["bubble"] < 1
     assert found.fits is None
     assert found.compiled is None
+
+
+@pytest.mark.parametrize("family", ["t4", "v100"])
+def test_a_plan_warns_of_bfloat16_before_it_compiles(family, monkeypatch):
+    said = []
+
+    def compile_late(*_, **__):
+        assert said
+        raise CannotTell("nothing was compiled")
+
+    monkeypatch.setattr(plan_module, "compile_run", compile_late)
+    one = {"mesh.fsdp": "1", "batch.global_size": "4"}
+    target = targets.parse(f"{family}:1x1")
+    found = make_plan(run_of(TINY | one), target, say=said.append)
+    (line,) = found.warnings
+    assert line.startswith(f"precision.compute=bfloat16: {target.device_kind} has no")
+    assert "set precision.compute=float16" in line
+    assert said[0] == f"warning: {line}"
+    half = run_of(TINY | one | {"precision.compute": "float16"})
+    assert plan_by_arithmetic(half, target).warnings == []
+    assert plan_by_arithmetic(run_of(TINY | one), targets.parse("l4")).warnings == []
+
+
+def test_an_assembler_that_knows_no_v100_is_told_with_its_cure(tmp_path):
+    error = "JaxRuntimeError: UNIMPLEMENTED: /usr/local/bin/ptxas ptxas too old."
+    with pytest.raises(CannotTell, match="pip install nvidia-cuda-nvcc-cu12"):
+        compiler._raise_error({"error": error}, tmp_path)
 
 
 def test_train_explains_a_shortage_of_memory(monkeypatch, capsys, tmp_path):

@@ -182,3 +182,36 @@ def test_no_shipped_config_is_warned_of():
         run = run_config.from_config(files.load(name, folders=folders))
         assert list(fine_tuning.warnings(run)) == [], name
     assert "sft_lora" in names
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, False),
+        ({"batch.global_size": 64}, True),
+        ({"batch.sequence_length": 512}, True),
+        # the same tokens in longer sequences
+        ({"batch.global_size": 4, "batch.sequence_length": 512}, False),
+        ({"batch.global_size": 64, "optimizer.learning_rate": 2e-3}, False),
+    ],
+)
+def test_another_batch_with_the_rate_of_the_source_is_told(changes, said):
+    trained_with = {
+        "batch.global_size": 16,
+        "batch.sequence_length": 128,
+        "optimizer.learning_rate": 1e-3,
+    }
+    run = compose.with_overrides(
+        parsed(["--config", "quickstart"]), trained_with | changes
+    )
+    lines = list(fine_tuning.batch_warnings(run, trained_with))
+    assert len(lines) == said
+    assert list(fine_tuning.batch_warnings(run, {})) == []
+    for damaged in ({"batch.global_size": "x"}, {"batch.global_size": 0}):
+        assert not list(fine_tuning.batch_warnings(run, trained_with | damaged))
+    if changes == {"batch.global_size": 64}:
+        assert lines == [
+            "the global batch changed from 16 x 128 to 64 x 128 tokens, the learning "
+            "rate did not (0.001). With AdamW it usually changes with the square root "
+            "of the batch: optimizer.learning_rate=0.002"
+        ]

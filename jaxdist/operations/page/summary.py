@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError
+from jaxdist.hardware import chips, published
 from jaxdist.operations.page import cost
 from jaxdist.operations.page.event_log import EventLog
 from jaxdist.operations.page.row_sample import RowSample
@@ -191,6 +192,35 @@ def mfu_peak(info: Mapping[str, Any]) -> str:
     return f"{rate / 1e12:.4g} TFLOP/s in {peak.get('dtype')}"
 
 
+def limit_text(run: RunFiles) -> str:
+    """Formats what limits a step: "memory: 131 FLOPs per byte, threshold 153".
+
+    It is "" if the limit is unknown.
+    """
+    found = fields(run.events.last_of("start") or {}, "roofline")
+    intensity = finite(found.get("intensity"))
+    threshold = finite(found.get("threshold"))
+    bound = found.get("bound")
+    if bound not in ("compute", "memory") or intensity is None or threshold is None:
+        return ""
+    return f"{bound}: {intensity:.0f} FLOPs per byte, threshold {threshold:.0f}"
+
+
+def published_text(run: RunFiles) -> str:
+    """Formats the published MFU of such runs; "" if nothing is published.
+
+    Models with experts or adapters are compared with no publication.
+    """
+    parameters = finite(run.info.get("parameters"))
+    is_dense = run.info.get("active_parameters") == run.info.get("parameters")
+    if parameters is None or not is_dense or run.config.get("lora.rank"):
+        return ""
+    chip = chips.chip_for(str(run.info.get("device_kind")))
+    dtype = str(fields(run.info, "mfu_peak").get("dtype"))
+    band = published.band_for(chip, parameters, dtype)
+    return band.text() if band else ""
+
+
 def sizes(info: Mapping[str, Any]) -> dict[str, float | None]:
     """Reads a model's sizes from run.json.
 
@@ -250,6 +280,8 @@ def figures(run: RunSummary) -> dict[str, str]:
         "MFU causal, median": _median(run, "mfu_causal"),
         "MFU full, median": _median(run, "mfu_full"),
         "HFU, median": _median(run, "hfu"),
+        "published MFU": published_text(run),
+        "limit of a step": limit_text(run),
         "device memory, peak": _last(run, "device_memory_peak_bytes"),
         "device memory, limit": _last(run, "device_memory_limit_bytes"),
         **_time_texts(run),

@@ -363,6 +363,34 @@ def test_the_peak_that_mfu_is_a_share_of_is_said(tmp_path):
         assert summary.mfu_peak({"mfu_peak": unknown}) == ""
 
 
+def test_the_limit_of_a_step_and_the_published_mfu_are_said(tmp_path):
+    info = {
+        "device_kind": "NVIDIA H100 80GB HBM3",
+        "parameters": 8_030_261_248,
+        "active_parameters": 8_030_261_248,
+        "mfu_peak": {"dtype": "bfloat16", "flops_per_s": 989.4e12},
+    }
+
+    def figures_of(found, lora_rank=0, **changes):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        with closing(metrics.MetricsWriter(folder)) as writer:
+            writer.event("start", 0, roofline=found)
+        (folder / "run.json").write_text(json.dumps(run_format.marked(info | changes)))
+        config = run_format.marked({"lora": {"rank": lora_rank}})
+        (folder / "config.json").write_text(json.dumps(config))
+        return summary.figures(summary.read_run(folder))
+
+    limit = {"bound": "compute", "intensity": 957.2, "threshold": 295.3}
+    figures = figures_of(limit)
+    assert figures["limit of a step"] == "compute: 957 FLOPs per byte, threshold 295"
+    assert figures["published MFU"].startswith("33 to 49 % on H100 SXM")
+    assert "published MFU" not in figures_of(limit, lora_rank=16)
+    assert "published MFU" not in figures_of(limit, active_parameters=3e9)
+    assert "published MFU" not in figures_of(limit, device_kind="NVIDIA L4")
+    for unknown in (None, 3, {}, {"bound": "compute"}, limit | {"bound": "x"}):
+        assert "limit of a step" not in figures_of(unknown)
+
+
 def test_runs_without_a_file_or_without_steps(tmp_path):
     workdir = tmp_path / "run"
     with closing(metrics.MetricsWriter(workdir)) as writer:
