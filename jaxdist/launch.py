@@ -23,6 +23,9 @@ from pathlib import Path
 from jaxdist.config import EXIT_CONFIG, EXIT_PEER_LOST, ConfigError, command_line
 from jaxdist.distributed.cluster import find_cluster
 from jaxdist.distributed.local_devices import device_environment
+from jaxdist.operations.launch import machine_flags
+from jaxdist.operations.launch.generations import MachineOptions
+from jaxdist.operations.launch.machine_agent import MachineAgent
 from jaxdist.operations.launch.supervisor import Supervisor, SupervisorOptions
 
 _PREFLIGHT = [sys.executable, "-m", "jaxdist.operations.launch.preflight"]
@@ -52,10 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
       The run's exit code; 78 if it cannot start; 70 if a restart may help.
     """
     try:
-        options = _options(list(sys.argv[1:] if argv is None else argv))
+        options, machines = _options(list(sys.argv[1:] if argv is None else argv))
         agents = find_cluster(os.environ)
         if agents.number > 1:
             _print(str(agents))
+            if machines:
+                raise ConfigError(
+                    f"--nnodes: {agents.launcher} has decided the machines already. "
+                    f"Leave out --nnodes."
+                )
             if options.capacity_file:
                 raise ConfigError(
                     "--capacity-file: the scheduler decides the number of agents. "
@@ -66,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             device_environment(
                 os.environ, slot, options.processes, options.devices_per_process
             )
+        if machines:
+            return MachineAgent(options, machines, say=_print).run()
         if options.preflight:
             preflight = dataclasses.replace(options, command=_PREFLIGHT, max_restarts=0)
             code = Supervisor(preflight, agents, say=_print).run(is_last=False)
@@ -85,8 +95,11 @@ def _print(text: str) -> None:
         print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
-def _options(argv: list[str]) -> SupervisorOptions:
+def _options(argv: list[str]) -> tuple[SupervisorOptions, MachineOptions | None]:
     """Parses the flags, and the command after `--`.
+
+    Returns:
+      The options, and those of several machines; None = one machine.
 
     Raises:
       ConfigError: lists everything wrong with them.
@@ -113,17 +126,18 @@ def _options(argv: list[str]) -> SupervisorOptions:
     minutes = getattr(flags, "grow_minutes", 0.0)
     if not 0 <= minutes < float("inf"):
         faults.append(f"--grow-minutes {minutes:g}: must be a finite number >= 0")
-    if "grow_minutes" in flags and flags.capacity_file is None:
+    if "grow_minutes" in flags and flags.capacity_file is None and not flags.nnodes:
         faults.append(
-            f"--grow-minutes {minutes:g}: needs --capacity-file, without which it has no effect"
+            f"--grow-minutes {minutes:g}: needs --capacity-file or --nnodes, without which it has no effect"
         )
     if not command:
         faults.append(
             "no command: write `-- python -m jaxdist.train --config NAME` after the flags"
         )
+    machines = machine_flags.take_options(flags, command, faults)
     if faults:
         raise ConfigError(faults)
-    return SupervisorOptions(command, **vars(flags))
+    return SupervisorOptions(command, **vars(flags)), machines
 
 
 def _size_faults(processes: int) -> Iterator[str]:
@@ -183,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="PATH",
         help="file with the number of processes that can run; read at each start, and "
-        "while fewer than N run (default: N can run)",
+        "while fewer than N run (default: N can run). With --nnodes: of machines",
     )
     add(
         "--grow-minutes",
@@ -206,6 +220,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="first measure the devices and an all-reduce, and name slow devices",
     )
+    machine_flags.add_flags(parser)
     return parser
 
 

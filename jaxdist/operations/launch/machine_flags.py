@@ -1,0 +1,166 @@
+"""Flags of `launch` for several machines that no scheduler starts."""
+
+import argparse
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from jaxdist.operations.launch.generations import MachineOptions
+from jaxdist.operations.launch.rendezvous import NAME
+from jaxdist.operations.launch.run_progress import run_folder
+
+_NAMES = ("meet_in", "agent", "address", "settle_s", "lost_s")
+_MOST = 1024  # machines
+_FOLDER = "agents"  # in the workdir
+# An address without a machine (RFC 5737). No packet is sent to it.
+_ELSEWHERE = ("192.0.2.1", 9)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags to a parser."""
+    add = parser.add_argument_group("several machines without a scheduler").add_argument
+    add(
+        "--nnodes",
+        metavar="MIN:MAX",
+        help="machines that run together, each with an agent of this same command; "
+        "MIN is the fewest to train with",
+    )
+    add(
+        "--meet-in",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FOLDER",
+        help="folder that all machines share, in which agents meet (default: "
+        f"WORKDIR/{_FOLDER})",
+    )
+    add(
+        "--agent",
+        default=argparse.SUPPRESS,
+        metavar="NAME",
+        help="name of this agent, another on each machine (default: the host's name)",
+    )
+    add(
+        "--address",
+        default=argparse.SUPPRESS,
+        metavar="HOST",
+        help="host name or IP by which the other machines reach this one (default: the "
+        "address from which it reaches other networks)",
+    )
+    add(
+        "--settle-seconds",
+        dest="settle_s",
+        type=float,
+        default=argparse.SUPPRESS,
+        metavar="SECONDS",
+        help="seconds to wait for more than MIN machines before the first start "
+        "(default 30)",
+    )
+    add(
+        "--lost-seconds",
+        dest="lost_s",
+        type=float,
+        default=argparse.SUPPRESS,
+        metavar="SECONDS",
+        help="seconds without a heartbeat after which a machine is lost (default 15)",
+    )
+
+
+def take_options(
+    flags: argparse.Namespace, command: Sequence[str], faults: list[str]
+) -> MachineOptions | None:
+    """Removes the flags of several machines from all flags.
+
+    Args:
+      flags: the parsed flags; loses those of this module.
+      command: command of the processes.
+      faults: list to which everything wrong with the flags is added.
+
+    Returns:
+      The options; None without --nnodes, and if something is wrong.
+    """
+    given = {name: flags.__dict__.pop(name) for name in _NAMES if name in flags}
+    text = flags.__dict__.pop("nnodes")
+    if text is None:
+        names = ", ".join(f"--{name.replace('_s', '_seconds')}" for name in given)
+        if given:
+            faults.append(f"{names.replace('_', '-')}: needs --nnodes MIN:MAX")
+        return None
+    number_faults = list(_number_faults(text))
+    faults += number_faults
+    folder = given.get("meet_in", _default_folder(command))
+    name = given.get("agent", socket.gethostname())
+    if folder is None:
+        faults.append(
+            "--nnodes: agents meet in a folder that all machines share, and the command "
+            "names none. Give --workdir FOLDER in the command, or --meet-in FOLDER."
+        )
+    if not NAME.fullmatch(name):
+        faults.append(
+            f"--agent {name!r}: must have 1 to 64 letters, digits, and . _ - after the first"
+        )
+    times = {"settle_s": 30.0, "lost_s": 15.0}
+    times |= {key: given[key] for key in times.keys() & given.keys()}
+    if not 0 <= times["settle_s"] < float("inf"):
+        faults.append(
+            f"--settle-seconds {times['settle_s']:g}: must be a finite number >= 0"
+        )
+    if not 1 <= times["lost_s"] < float("inf"):
+        faults.append(
+            f"--lost-seconds {times['lost_s']:g}: must be a finite number >= 1"
+        )
+    if flags.min_processes is not None:
+        faults.append(
+            "--min-processes: machines come and go whole with --nnodes. Leave it out."
+        )
+    if flags.preflight:
+        faults.append(
+            "--preflight: cannot be used with --nnodes. Measure each machine alone, "
+            "without --nnodes."
+        )
+    if faults or folder is None:
+        return None
+    least, _, most = text.rpartition(":")
+    return MachineOptions(
+        least=int(least or most),
+        most=int(most),
+        folder=folder,
+        name=name,
+        address=given.get("address") or _own_address(),
+        **times,
+    )
+
+
+def _number_faults(text: str) -> Iterator[str]:
+    """Yields what is wrong with the numbers of machines."""
+    match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})", text)
+    if match is None:
+        yield f"--nnodes {text}: must be MIN:MAX, such as 2:4, or one number"
+        return
+    most = int(match[2])
+    least = int(match[1] or most)
+    if least < 1:
+        yield f"--nnodes {text}: MIN must be >= 1"
+    if least > most:
+        yield f"--nnodes {text}: MIN must be <= MAX"
+    if most > _MOST:
+        yield f"--nnodes {text}: MAX must be <= {_MOST}; use a scheduler for more"
+
+
+def _default_folder(command: Sequence[str]) -> Path | None:
+    workdir = run_folder(command)
+    return workdir / _FOLDER if workdir is not None else None
+
+
+def _own_address() -> str:
+    """Finds the address from which this machine reaches other networks.
+
+    It is the host's name if there is no such address.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ELSEWHERE)
+            address: str = probe.getsockname()[0]
+            return address
+        except OSError:
+            return socket.gethostname()
