@@ -24,8 +24,8 @@ from jaxdist.config import EXIT_CONFIG, EXIT_PEER_LOST, ConfigError, command_lin
 from jaxdist.distributed.cluster import find_cluster
 from jaxdist.distributed.local_devices import device_environment
 from jaxdist.operations.launch import machine_flags
-from jaxdist.operations.launch.generations import MachineOptions
 from jaxdist.operations.launch.machine_agent import MachineAgent
+from jaxdist.operations.launch.roster import MachineOptions
 from jaxdist.operations.launch.supervisor import Supervisor, SupervisorOptions
 
 _PREFLIGHT = [sys.executable, "-m", "jaxdist.operations.launch.preflight"]

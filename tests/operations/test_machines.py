@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jaxdist import launch
-from jaxdist.operations.launch import generations, rendezvous, run_progress
+from jaxdist.operations.launch import generations, rendezvous, roster, run_progress
 from jaxdist.telemetry.metrics import read_events
 
 # Each process adds a step every 50 ms, from where the last start has stopped; the first
@@ -231,13 +231,23 @@ def test_a_scheduler_decides_the_machines(monkeypatch, capsys, tmp_path):
 class Fleet:
     """Agents in one process, with a clock that the test moves."""
 
-    def __init__(self, folder: Path, names: str, least: int, most: int, **changes):
+    def __init__(
+        self,
+        folder: Path,
+        names: str,
+        least: int,
+        most: int,
+        *,
+        max_restarts: int = 3,
+        capacity_file: Path | None = None,
+    ):
         self.now = 100.0
         self.folder = folder / "agents"
         self.folder.mkdir(exist_ok=True)
         self.run = folder / "run"
         self.said: list[str] = []
-        self.least, self.most, self.changes = least, most, changes
+        self.least, self.most = least, most
+        self.max_restarts, self.capacity_file = max_restarts, capacity_file
         self.views: dict[str, rendezvous.Rendezvous] = {}
         self.leaders: dict[str, generations.Leader] = {}
         for name in names:
@@ -247,26 +257,23 @@ class Fleet:
         """Starts an agent, or starts it again."""
         token = f"{name}{len(self.said)}{self.now}"
         record = rendezvous.Record(name, token, "terms", f"host-{name}", 1000)
-        options = generations.MachineOptions(
+        options = roster.MachineOptions(
             self.least, self.most, self.folder, name, "", settle_s=4.0, lost_s=10.0
         )
         view = rendezvous.Rendezvous(
             self.folder, record, lost_s=10.0, clock=lambda: self.now
         )
-        settings = {
-            "processes": 1,
-            "devices_per_process": 1,
-            "max_restarts": 3,
-            "grow_s": 60.0,
-            "capacity_file": None,
-            "say": self.said.append,
-        }
         self.views[name] = view
-        self.leaders[name] = generations.Leader(
+        chosen = roster.Roster(
             options,
             view,
             run_progress.ProgressReader(self.run),
-            **settings | self.changes,
+            processes=1,
+            devices_per_process=1,
+            capacity_file=self.capacity_file,
+        )
+        self.leaders[name] = generations.Leader(
+            chosen, max_restarts=self.max_restarts, grow_s=60.0, say=self.said.append
         )
 
     def pass_time(self, seconds: float) -> None:

@@ -4,44 +4,21 @@ A generation is a set of machines that runs the command together. It ends with t
 lost process or machine, and when a machine leaves or more can run. Needs no jax.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
-from jaxdist.config import (
-    EXIT_CONFIG,
-    EXIT_NO_CHECKPOINT,
-    EXIT_PEER_LOST,
-    EXIT_PREEMPTED,
-)
-from jaxdist.operations.launch.endings import describe_exit, lost_process, verdict
-from jaxdist.operations.launch.growth import GrowthTimer, read_capacity
-from jaxdist.operations.launch.rendezvous import Generation, Order, Record, Rendezvous
-from jaxdist.operations.launch.run_progress import ProgressReader
-from jaxdist.trainer import elastic
+from jaxdist.config import EXIT_CONFIG, EXIT_PEER_LOST, EXIT_PREEMPTED
+from jaxdist.operations.launch import succession
+from jaxdist.operations.launch.endings import describe_exit, lost_process
+from jaxdist.operations.launch.growth import GrowthTimer
+from jaxdist.operations.launch.rendezvous import Generation, Order, Record
+from jaxdist.operations.launch.roster import Roster
 
 WAIT_S = 600.0  # most seconds to wait for enough machines
 _SETTLE_AFTER_LOSS_S = 5.0
 _BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
-# Starts that may find the workdir locked by a silent machine, and seconds between them.
-# A file server keeps the lock of a dead machine for a while (NFS: 90 s).
-_LOCKED_STARTS = 12
-_LOCKED_S = 10.0
-
-
-@dataclasses.dataclass(frozen=True)
-class MachineOptions:
-    """Options of `launch` for several machines."""
-
-    least: int  # fewest machines
-    most: int  # most machines: those of a full run
-    folder: Path  # folder in which the agents meet
-    name: str  # name of this machine's agent
-    address: str  # host by which other machines reach this one
-    settle_s: float = 30.0  # seconds to wait for more machines before the first start
-    lost_s: float = 15.0  # seconds without a heartbeat after which an agent is lost
+_LOCKED_S = 10.0  # seconds between starts while the workdir may be locked
 
 
 class Leader:
@@ -49,34 +26,39 @@ class Leader:
 
     def __init__(
         self,
-        machines: MachineOptions,
-        rendezvous: Rendezvous,
-        progress: ProgressReader,
+        roster: Roster,
         *,
-        processes: int,
-        devices_per_process: int | None,
         max_restarts: int,
         grow_s: float,
-        capacity_file: Path | None,
         say: Callable[[str], None],
     ) -> None:
-        self._machines = machines
-        self._rendezvous = rendezvous
-        self._progress = progress
-        self._processes = processes
-        self._devices_per_process = devices_per_process
+        """Decides nothing yet.
+
+        Args:
+          roster: chooses the machines.
+          max_restarts: most restarts in a row without progress.
+          grow_s: seconds that a generation runs before it grows; 0 = never.
+          say: prints a line.
+        """
+        self._roster = roster
+        self._machines = roster.machines
+        self._rendezvous = roster.rendezvous
+        self._progress = roster.progress
         self._max_restarts = max_restarts
-        self._capacity_file = capacity_file
         self._say = say
         self._growth = GrowthTimer(
-            grow_s, steady_s=machines.settle_s, clock=rendezvous.clock
+            grow_s, steady_s=self._machines.settle_s, clock=self._rendezvous.clock
         )
         self._timed = 0  # generation for which the timer runs
-        self._waiting_since = rendezvous.clock()
-        self._settled: tuple[tuple[str, ...], float] = ((), rendezvous.clock())
         self._said = ""
         # counts of the generation after the last one, once that is over
         self._continued: Generation | None = None
+        self.rest()
+
+    def rest(self) -> None:
+        """Notes that another agent leads, so that a later lead waits anew."""
+        self._waiting_since = self._rendezvous.clock()
+        self._settled: tuple[tuple[str, ...], float] = ((), self._waiting_since)
 
     def decide(self) -> None:
         """Begins or ends a generation if it is time.
@@ -85,7 +67,7 @@ class Leader:
           OSError: the decision cannot be written.
         """
         generation = self._rendezvous.generation
-        is_running = generation.final is None and generation.members
+        is_running = generation.final is None and bool(generation.members)
         if is_running and not self._is_over(generation):
             self._waiting_since = self._rendezvous.clock()
             self._watch(generation)
@@ -109,11 +91,6 @@ class Leader:
         is_old = generation.number <= self._rendezvous.joined_at
         return is_old and not alive & set(generation.members)
 
-    def rest(self) -> None:
-        """Notes that another agent leads, so that a later lead waits anew."""
-        self._waiting_since = self._rendezvous.clock()
-        self._settled = ((), self._waiting_since)
-
     # --- a running generation ---------------------------------------------------------
 
     def _is_over(self, generation: Generation) -> bool:
@@ -129,17 +106,9 @@ class Leader:
         if self._rendezvous.order is not None:
             return
         for member in generation.members:
-            codes = self._rendezvous.report(member)
-            if codes is None and self._rendezvous.is_lost(member):
-                self._end(Order("kill", f"machine {member[0]} is lost"))
-                return
-            failed = lost_process(codes or {})
-            if failed is not None and codes is not None:
-                why = f"process {failed} {describe_exit(codes[failed])}"
-                self._end(Order("kill", f"{why} on machine {member[0]}"))
-                return
-            if codes is not None and EXIT_PREEMPTED in codes.values():
-                self._end(Order("save", f"machine {member[0]} was asked to stop"))
+            order = self._find_end(member)
+            if order is not None:
+                self._rendezvous.publish_order(order)
                 return
         if self._timed != generation.number:
             self._timed = generation.number
@@ -147,145 +116,94 @@ class Leader:
         larger = self._growth.due(lambda: self._room(generation))
         if larger and self._progress.newest() > generation.step:
             why = f"{larger} machines can run in place of {len(generation.members)}"
-            self._end(Order("save", why, grow_to=larger))
+            self._rendezvous.publish_order(Order("save", why, grow_to=larger))
+
+    def _find_end(self, member: tuple[str, str]) -> Order | None:
+        """Finds the order that must follow from a member's state; None = none."""
+        name, _ = member
+        codes = self._rendezvous.report(member)
+        if codes is None:
+            if self._rendezvous.is_lost(member):
+                return Order("kill", f"machine {name} is lost")
+            return None
+        failed = lost_process(codes)
+        if failed is not None:
+            why = f"process {failed} {describe_exit(codes[failed])}"
+            return Order("kill", f"{why} on machine {name}")
+        if EXIT_PREEMPTED in codes.values():
+            return Order("save", f"machine {name} was asked to stop")
+        return None
 
     def _room(self, generation: Generation) -> int:
         """Finds a larger number of machines that can run, or 0."""
-        number = len(self._candidates(generation))
-        if number <= len(generation.members):
-            return 0
-        return number
-
-    def _end(self, order: Order) -> None:
-        self._rendezvous.publish_order(order)
+        number = len(self._roster.choose(generation))
+        return number if number > len(generation.members) else 0
 
     # --- between two generations ------------------------------------------------------
 
     def _after(self, generation: Generation) -> Generation:
-        """Decides how the run continues after a generation.
+        """Decides how the run continues after a generation, and records it.
 
         Returns:
-          The counts of the next generation, without members; or the end of the run.
+          The counts of the next generation; or the end of the run.
         """
-        codes: dict[int, int] = {}
-        for member in generation.members:
-            codes |= self._rendezvous.report(member) or {}
-        silent = [
-            name
-            for name, token in generation.members
-            if self._rendezvous.report((name, token)) is None
-        ]
-        step = self._progress.newest()
-        progressed = step > generation.step
-        has_workdir = self._progress.folder is not None
-        may_have_stepped = (
-            progressed or not has_workdir or self._progress.starts() > generation.starts
-        )
-        leaving = [
-            record.name
-            for record in self._rendezvous.records.values()
-            if record.id in generation.members and (record.leaving or record.left)
-        ]
-        order = self._rendezvous.order
-        code = verdict(
-            codes,
-            self._processes * len(generation.members),
-            is_asked=bool(leaving) or (order is not None and order.how == "save"),
-            may_have_stepped=may_have_stepped,
-        )
-        if code == EXIT_CONFIG:
-            return self._after_refusal(generation, may_have_stepped=may_have_stepped)
-        if code in (0, EXIT_NO_CHECKPOINT):
-            return dataclasses.replace(generation, final=code, why="the run has ended")
-        if code == EXIT_PREEMPTED and order is not None and order.grow_to:
+        outcome = self._outcome(generation)
+        following = succession.after_end(outcome)
+        if outcome.code == EXIT_CONFIG:
+            following = succession.after_refusal(
+                outcome, least=self._machines.least, most=self._machines.most
+            )
+        if following is None:
+            loss = succession.find_loss(outcome)
+            self._say(f"step {outcome.step}: {loss.cause}")
+            self._progress.event(
+                "peer_lost",
+                outcome.step,
+                process=loss.process,
+                exit_code=loss.code,
+                why=loss.cause,
+            )
+            following = succession.after_loss(
+                outcome, loss, max_restarts=self._max_restarts
+            )
+        elif outcome.order is not None and outcome.order.grow_to:
             self._progress.event(
                 "grow",
-                step,
-                processes_before=self._processes * len(generation.members),
-                processes=self._processes * order.grow_to,
+                outcome.step,
+                processes_before=self._roster.processes * len(generation.members),
+                processes=self._roster.processes * outcome.order.grow_to,
             )
-            return dataclasses.replace(generation, failures=(), why=order.why)
-        if code == EXIT_PREEMPTED and leaving:
-            why = f"{', '.join(sorted(leaving))} left"
-            return dataclasses.replace(generation, failures=(), why=why)
-        if code == EXIT_PREEMPTED:
-            return dataclasses.replace(generation, final=code, why="asked to stop")
-        return self._after_loss(generation, codes, silent, step, progressed=progressed)
+        for name, token in generation.members:
+            if token in following.excluded and token not in generation.excluded:
+                self._say(f"machine {name} is left out")
+        return following
 
-    def _after_refusal(
-        self, generation: Generation, *, may_have_stepped: bool
-    ) -> Generation:
-        """Decides how to continue after the exit code 78."""
-        size = len(generation.members)
-        if generation.grown:
-            excluded = (*generation.excluded, *generation.grown)
-            why = "ended with 78 since machines came: continuing without them"
-            self._say(why)
-            return dataclasses.replace(generation, excluded=excluded, why=why)
-        if not may_have_stepped and 0 < generation.silent < _LOCKED_STARTS:
-            return dataclasses.replace(
-                generation,
-                silent=generation.silent + 1,
-                why="a lost machine may still lock the workdir",
-            )
-        is_new = self._progress.newest() == 0
-        if is_new and self._machines.least < size < self._machines.most:
-            refused = (*generation.refused, size)
-            why = f"{size} machines ended with 78"
-            return dataclasses.replace(generation, refused=refused, why=why)
-        return dataclasses.replace(generation, final=EXIT_CONFIG, why="refused")
-
-    def _after_loss(
-        self,
-        generation: Generation,
-        codes: Mapping[int, int],
-        silent: list[str],
-        step: int,
-        *,
-        progressed: bool,
-    ) -> Generation:
-        """Records a loss, and decides whether to start again."""
-        number = lost_process(codes)
-        if silent:
-            machine = silent[0]
-            place = [name for name, _ in generation.members].index(machine)
-            number = place * self._processes
-            code = EXIT_PEER_LOST
-            cause = f"machine {machine} is lost"
-        elif number is not None:
-            machine, _ = generation.members[number // self._processes]
-            code = codes[number]
-            cause = f"process {number} {describe_exit(code)} on machine {machine}"
-        else:
-            number = 0
-            machine, _ = generation.members[0]
-            code = EXIT_PEER_LOST
-            cause = "not all processes stopped in time"
-        self._say(f"step {step}: {cause}")
-        self._progress.event(
-            "peer_lost", step, process=number, exit_code=code, why=cause
+    def _outcome(self, generation: Generation) -> succession.Outcome:
+        """Collects what is known of a generation that is over."""
+        reports = {id_: self._rendezvous.report(id_) for id_ in generation.members}
+        codes: dict[int, int] = {}
+        for report in reports.values():
+            codes |= report or {}
+        members = [
+            record
+            for record in self._rendezvous.records.values()
+            if record.id in generation.members
+        ]
+        step = self._progress.newest()
+        may_have_stepped = (
+            step > generation.step
+            or self._progress.folder is None
+            or self._progress.starts() > generation.starts
         )
-        failures = (cause,) if progressed else (*generation.failures, cause)
-        suspect = "" if silent else dict(generation.members)[machine]
-        excluded = () if progressed else generation.excluded
-        if suspect and suspect == generation.suspect:
-            excluded = (*excluded, suspect)
-            suspect = ""
-            self._say(f"machine {machine} lost a process twice in a row: left out")
-        if len(failures) > self._max_restarts:
-            why = f"{len(failures)} failures without progress beyond step {step}: "
-            return dataclasses.replace(
-                generation,
-                final=code if code > 0 else EXIT_PEER_LOST,
-                why=why + "; ".join(failures),
-            )
-        return dataclasses.replace(
-            generation,
-            failures=failures,
-            suspect=suspect,
-            excluded=excluded,
-            silent=1 if silent else 0,
-            why=cause,
+        return succession.Outcome(
+            generation=generation,
+            order=self._rendezvous.order,
+            codes=codes,
+            silent=tuple(id_[0] for id_, report in reports.items() if report is None),
+            leaving=tuple(r.name for r in members if r.leaving or r.left),
+            processes=self._roster.processes,
+            step=step,
+            may_have_stepped=may_have_stepped,
         )
 
     def _finish(self, end: Generation) -> None:
@@ -300,37 +218,37 @@ class Leader:
           previous: the counts of the next generation, and the members of the last one.
         """
         now = self._rendezvous.clock()
-        members = self._candidates(previous)
-        ids = tuple(record.token for record in self._eligible(previous))
-        if ids != self._settled[0]:
-            self._settled = (ids, now)
-        if len(members) < self._machines.least:
-            if now - self._waiting_since > WAIT_S:
-                why = f"no {self._machines.least} machines for {WAIT_S:.0f} s"
-                self._finish(
-                    dataclasses.replace(previous, final=EXIT_PEER_LOST, why=why)
-                )
-                return
-            self._say_once(
-                f"waiting: {len(members)} of {self._machines.least} machines can run"
-            )
-            return
-        if now - self._settled[1] < self._delay_s(previous, members):
-            return
-        lead = members[0]
+        members = self._roster.choose(previous)
+        tokens = tuple(record.token for record in self._roster.eligible(previous))
+        if tokens != self._settled[0]:
+            self._settled = (tokens, now)
+        least = self._machines.least
+        if len(members) >= least:
+            if now - self._settled[1] >= self._delay_s(previous, members):
+                self._publish(previous, members)
+        elif now - self._waiting_since > WAIT_S:
+            why = f"no {least} machines for {WAIT_S:.0f} s"
+            self._finish(dataclasses.replace(previous, final=EXIT_PEER_LOST, why=why))
+        else:
+            self._say_once(f"waiting: {len(members)} of {least} machines can run")
+
+    def _publish(self, previous: Generation, members: list[Record]) -> None:
         old_tokens = {token for _, token in previous.members}
-        newcomers = {record.token for record in members} - old_tokens
-        has_trained = old_tokens and self._progress.newest() > 0
+        grown: tuple[str, ...] = ()
+        step = self._progress.newest()
+        if old_tokens and step > 0:
+            new = {record.token for record in members} - old_tokens
+            grown = tuple(sorted(new))
         self._rendezvous.publish(
             dataclasses.replace(
                 previous,
                 number=previous.number + 1,
                 members=tuple(record.id for record in members),
-                address=lead.address,
-                port=lead.port,
-                step=self._progress.newest(),
+                address=members[0].address,
+                port=members[0].port,
+                step=step,
                 starts=self._progress.starts(),
-                grown=tuple(sorted(newcomers)) if has_trained else (),
+                grown=grown,
             )
         )
         self._said = ""
@@ -338,16 +256,14 @@ class Leader:
     def _delay_s(self, previous: Generation, members: list[Record]) -> float:
         """Computes the seconds for which the machines must be the same."""
         delay_s = 0.0
-        if previous.failures and len(previous.failures) > 1:
+        if len(previous.failures) > 1:
             doubled = _BACKOFF_S * 2 ** (len(previous.failures) - 2)
             delay_s = min(doubled, _MAX_BACKOFF_S)
         if previous.silent > 1:
             delay_s = _LOCKED_S
+        ids = {record.id for record in members}
         is_full = len(members) == self._machines.most
-        if (
-            is_full
-            or {record.id for record in members} >= set(previous.members) != set()
-        ):
+        if is_full or (previous.members and ids >= set(previous.members)):
             return delay_s
         settle_s = self._machines.settle_s
         if previous.members:
@@ -358,45 +274,3 @@ class Leader:
         if text != self._said:
             self._said = text
             self._say(text)
-
-    # --- which machines ---------------------------------------------------------------
-
-    def _eligible(self, generation: Generation) -> list[Record]:
-        """Lists the agents that can run processes; those left out come last."""
-        alive = [record for record in self._rendezvous.alive() if not record.leaving]
-        return sorted(alive, key=lambda r: (r.token in generation.excluded, r.name))
-
-    def _candidates(self, generation: Generation) -> list[Record]:
-        """Chooses as many machines as can run on a legal mesh.
-
-        Machines that are left out take part only if there are too few others.
-        """
-        eligible = self._eligible(generation)
-        sound = [r for r in eligible if r.token not in generation.excluded]
-        if len(sound) >= self._machines.least:
-            eligible = sound
-        number = min(len(eligible), self._machines.most)
-        if self._capacity_file is not None:
-            # the file may be missing, or being written
-            with contextlib.suppress(OSError, ValueError):
-                number = min(number, read_capacity(self._capacity_file))
-        for size in range(number, 0, -1):
-            if size not in generation.refused and self._is_legal(size):
-                return sorted(eligible[:size], key=lambda record: record.name)
-        return []
-
-    def _is_legal(self, size: int) -> bool:
-        """Checks if the run's batch and mesh fit on so many machines.
-
-        The answer is True if it is unknown; see `Supervisor`.
-        """
-        most = self._machines.most
-        config = self._progress.read_json("config.json")
-        per_process = self._devices_per_process or self._progress.devices_per_process()
-        if size == most or config is None or per_process is None:
-            return True
-        per_machine = self._processes * per_process
-        fitted = elastic.fit_config(
-            config, devices=size * per_machine, full_devices=most * per_machine
-        )
-        return fitted is not None

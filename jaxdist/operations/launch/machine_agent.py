@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from jaxdist.config import EXIT_PEER_LOST, EXIT_PREEMPTED, ConfigError
 from jaxdist.distributed.cluster import ClusterInfo
 from jaxdist.distributed.local_devices import ANY_HOST, free_port
-from jaxdist.operations.launch.generations import WAIT_S, Leader, MachineOptions
+from jaxdist.operations.launch.generations import WAIT_S, Leader
 from jaxdist.operations.launch.rendezvous import Generation, Record, Rendezvous
+from jaxdist.operations.launch.roster import MachineOptions, Roster
 from jaxdist.operations.launch.supervisor import Supervisor, SupervisorOptions
 from jaxdist.storage import lock
 
@@ -54,15 +55,18 @@ class MachineAgent(Supervisor):
                 f"{machines.folder}: cannot be used ({error.strerror}). The agents of all "
                 f"machines meet there. Give a folder that all can write: --meet-in FOLDER."
             ) from error
-        self._leader = Leader(
+        roster = Roster(
             machines,
             self._rendezvous,
             self.progress,
             processes=options.processes,
             devices_per_process=options.devices_per_process,
+            capacity_file=options.capacity_file,
+        )
+        self._leader = Leader(
+            roster,
             max_restarts=options.max_restarts,
             grow_s=60 * options.grow_minutes,
-            capacity_file=options.capacity_file,
             say=say,
         )
         self._running = 0  # generation of the processes that run, or ran last
@@ -88,38 +92,45 @@ class MachineAgent(Supervisor):
             ) from None
 
     def _take_turns(self) -> int:
-        began = self._rendezvous.clock()
+        answered = self._rendezvous.clock()  # when the folder last answered
         self.say(
             f"agent {self.machines.name} meets others in {self.machines.folder}, "
             f"{self.machines.least} to {self.machines.most} machines"
         )
         try:
-            while True:
+            while self._rendezvous.clock() - answered <= WAIT_S:
                 self._look(soon=True)
-                generation = self._rendezvous.generation
-                is_new = generation.number > self._rendezvous.joined_at
-                if generation.final is not None and is_new:
-                    self.say(
-                        f"all agents end with {generation.final}: {generation.why}"
-                    )
-                    return generation.final
-                if self.stop_requests:
-                    return EXIT_PREEMPTED
-                if self._fault:
-                    raise ConfigError(self._fault)
-                if self._takes_part(generation):
-                    code = self._run_generation(generation)
-                    began = self._rendezvous.clock()
-                    if self.stop_requests and code is not None:
-                        return code
-                elif not self._rendezvous.is_cut_off():
-                    began = self._rendezvous.clock()
-                elif self._rendezvous.clock() - began > WAIT_S:
-                    self.say(f"stopping: {self.machines.folder} does not answer")
-                    return EXIT_PEER_LOST
+                code = self._final_code()
+                if code is None and self._takes_part(self._rendezvous.generation):
+                    code = self._run_generation(self._rendezvous.generation)
+                    if not self.stop_requests:
+                        code = None  # that of all machines counts
+                if code is not None:
+                    return code
+                if not self._rendezvous.is_cut_off():
+                    answered = self._rendezvous.clock()
                 self._sleep(_LOOK_S)
+            self.say(f"stopping: {self.machines.folder} does not answer")
+            return EXIT_PEER_LOST
         finally:
             self._rendezvous.update(left=True)
+
+    def _final_code(self) -> int | None:
+        """Finds the exit code with which this agent ends now; None = it continues.
+
+        Raises:
+          ConfigError: this agent cannot take part.
+        """
+        generation = self._rendezvous.generation
+        is_new = generation.number > self._rendezvous.joined_at
+        if generation.final is not None and is_new:
+            self.say(f"all agents end with {generation.final}: {generation.why}")
+            return generation.final
+        if self.stop_requests:
+            return EXIT_PREEMPTED
+        if self._fault:
+            raise ConfigError(self._fault)
+        return None
 
     def _takes_part(self, generation: Generation) -> bool:
         """Tests whether this agent starts processes for a generation now."""
@@ -148,23 +159,12 @@ class MachineAgent(Supervisor):
         Returns:
           The exit code of the run, as far as these processes tell it; None = unknown.
         """
-        index = generation.index(self._rendezvous.own.id)
-        assert index is not None
-        number = len(generation.members)
+        self.agents = self._cluster(generation)
         names = ", ".join(name for name, _ in generation.members)
         self.say(
-            f"generation {generation.number}, {generation.why}: machine {index} of "
-            f"{number} ({names})"
+            f"generation {generation.number}, {generation.why}: machine "
+            f"{self.agents.index} of {self.agents.number} ({names})"
         )
-        self.agents = ClusterInfo()
-        if number > 1:
-            self.agents = ClusterInfo(
-                "agents",
-                number=number,
-                index=index,
-                host=generation.address,
-                port=generation.port,
-            )
         size = self.options.processes
         self._running = generation.number
         workers = self._start(size)
@@ -178,6 +178,20 @@ class MachineAgent(Supervisor):
             self.progress.folder is None or self.progress.starts() > generation.starts
         )
         return self._verdict(early, size, may_have_stepped)
+
+    def _cluster(self, generation: Generation) -> ClusterInfo:
+        """Builds this machine's place in a generation. A lone machine uses loopback."""
+        index = generation.index(self._rendezvous.own.id)
+        assert index is not None
+        if len(generation.members) == 1:
+            return ClusterInfo()
+        return ClusterInfo(
+            "agents",
+            number=len(generation.members),
+            index=index,
+            host=generation.address,
+            port=generation.port,
+        )
 
     # --- hooks of the supervisor ------------------------------------------------------
 

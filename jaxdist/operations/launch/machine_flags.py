@@ -6,11 +6,17 @@ import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxdist.operations.launch.generations import MachineOptions
 from jaxdist.operations.launch.rendezvous import NAME
+from jaxdist.operations.launch.roster import MachineOptions
 from jaxdist.operations.launch.run_progress import run_folder
 
-_NAMES = ("meet_in", "agent", "address", "settle_s", "lost_s")
+_FLAGS = {
+    "meet_in": "--meet-in",
+    "agent": "--agent",
+    "address": "--address",
+    "settle_s": "--settle-seconds",
+    "lost_s": "--lost-seconds",
+}
 _MOST = 1024  # machines
 _FOLDER = "agents"  # in the workdir
 # An address without a machine (RFC 5737). No packet is sent to it.
@@ -79,45 +85,19 @@ def take_options(
     Returns:
       The options; None without --nnodes, and if something is wrong.
     """
-    given = {name: flags.__dict__.pop(name) for name in _NAMES if name in flags}
+    given = {name: flags.__dict__.pop(name) for name in _FLAGS if name in flags}
     text = flags.__dict__.pop("nnodes")
     if text is None:
-        names = ", ".join(f"--{name.replace('_s', '_seconds')}" for name in given)
-        if given:
-            faults.append(f"{names.replace('_', '-')}: needs --nnodes MIN:MAX")
+        faults += [f"{_FLAGS[name]}: needs --nnodes MIN:MAX" for name in given]
         return None
-    number_faults = list(_number_faults(text))
-    faults += number_faults
     folder = given.get("meet_in", _default_folder(command))
     name = given.get("agent", socket.gethostname())
-    if folder is None:
-        faults.append(
-            "--nnodes: agents meet in a folder that all machines share, and the command "
-            "names none. Give --workdir FOLDER in the command, or --meet-in FOLDER."
-        )
-    if not NAME.fullmatch(name):
-        faults.append(
-            f"--agent {name!r}: must have 1 to 64 letters, digits, and . _ - after the first"
-        )
     times = {"settle_s": 30.0, "lost_s": 15.0}
     times |= {key: given[key] for key in times.keys() & given.keys()}
-    if not 0 <= times["settle_s"] < float("inf"):
-        faults.append(
-            f"--settle-seconds {times['settle_s']:g}: must be a finite number >= 0"
-        )
-    if not 1 <= times["lost_s"] < float("inf"):
-        faults.append(
-            f"--lost-seconds {times['lost_s']:g}: must be a finite number >= 1"
-        )
-    if flags.min_processes is not None:
-        faults.append(
-            "--min-processes: machines come and go whole with --nnodes. Leave it out."
-        )
-    if flags.preflight:
-        faults.append(
-            "--preflight: cannot be used with --nnodes. Measure each machine alone, "
-            "without --nnodes."
-        )
+    faults += _number_faults(text)
+    faults += _place_faults(folder, name)
+    faults += _time_faults(**times)
+    faults += _other_faults(flags)
     if faults or folder is None:
         return None
     least, _, most = text.rpartition(":")
@@ -129,6 +109,38 @@ def take_options(
         address=given.get("address") or _own_address(),
         **times,
     )
+
+
+def _place_faults(folder: Path | None, name: str) -> Iterator[str]:
+    """Yields what is wrong with the folder and the name."""
+    if folder is None:
+        yield (
+            "--nnodes: agents meet in a folder that all machines share, and the command "
+            "names none. Give --workdir FOLDER in the command, or --meet-in FOLDER."
+        )
+    if not NAME.fullmatch(name):
+        yield (
+            f"--agent {name!r}: must have 1 to 64 letters, digits, and . _ - after the first"
+        )
+
+
+def _time_faults(settle_s: float, lost_s: float) -> Iterator[str]:
+    """Yields what is wrong with the times."""
+    if not 0 <= settle_s < float("inf"):
+        yield f"--settle-seconds {settle_s:g}: must be a finite number >= 0"
+    if not 1 <= lost_s < float("inf"):
+        yield f"--lost-seconds {lost_s:g}: must be a finite number >= 1"
+
+
+def _other_faults(flags: argparse.Namespace) -> Iterator[str]:
+    """Yields the flags of one machine that several machines cannot have."""
+    if flags.min_processes is not None:
+        yield "--min-processes: machines come and go whole with --nnodes. Leave it out."
+    if flags.preflight:
+        yield (
+            "--preflight: cannot be used with --nnodes. Measure each machine alone, "
+            "without --nnodes."
+        )
 
 
 def _number_faults(text: str) -> Iterator[str]:

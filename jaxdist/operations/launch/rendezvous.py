@@ -268,17 +268,22 @@ class Rendezvous:
             elif old != record:
                 self._changed[record.name] = (self.clock(), True)
             self.records[record.name] = record
+        self._read_generation(names)
+        if self.order is None:
+            self.order = _read(self._order_path(self.generation.number), _parse_order)
+
+    def _read_generation(self, names: list[str]) -> None:
+        """Reads the newest generation that is sound, if it is new."""
         matches = [re.fullmatch(r"generation-(\d{6,9})\.json", name) for name in names]
         numbers = [int(match[1]) for match in matches if match]
         for number in sorted(numbers, reverse=True):
             if number <= self.generation.number:
-                break
+                return
             found = _read(self._generation_path(number), _parse_generation)
             if found is not None and found.number == number:
                 self.generation = found
                 self.order = None
-        if self.order is None:
-            self.order = _read(self._order_path(self.generation.number), _parse_order)
+                return
 
     def _records(self, names: list[str]) -> Iterator[Record]:
         for name in names:
