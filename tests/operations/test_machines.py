@@ -5,7 +5,9 @@ what a lost machine costs, and when all end.
 import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +16,13 @@ from pathlib import Path
 import pytest
 
 from jaxdist import launch
-from jaxdist.operations.launch import generations, rendezvous, roster, run_progress
+from jaxdist.operations.launch import (
+    generations,
+    reach,
+    rendezvous,
+    roster,
+    run_progress,
+)
 from jaxdist.telemetry.metrics import read_events
 
 # Each process adds a step every 50 ms, from where the last start has stopped; the first
@@ -487,3 +495,122 @@ def test_a_capacity_file_bounds_the_machines(tmp_path):
     capacity.write_text("4")
     fleet.pass_time(80)
     assert fleet.views["a"].order is not None
+
+
+def test_a_machine_that_is_cut_off_is_left_out_until_it_is_reached_again(tmp_path):
+    """It reads the folder, but does not reach process 0."""
+    fleet = Fleet(tmp_path, "abc", 2, 3)
+    fleet.pass_time(3)
+    fleet.views["c"].update(unreached=1)
+    fleet.pass_time(1)
+    order = fleet.views["a"].order
+    assert order == rendezvous.Order("kill", "machine c does not reach process 0")
+    fleet.end(a=70, b=70, c=-6)
+    fleet.pass_time(8)
+    assert fleet.members == "ab"
+    assert fleet.generation.why == "machine c is cut off from the others"
+    assert fleet.generation.suspect == ""
+    fleet.train(1)
+    fleet.pass_time(100)
+    assert fleet.views["a"].order is None
+    fleet.views["c"].rejoin()
+    fleet.pass_time(20)
+    order = fleet.views["a"].order
+    assert order is not None
+    assert order.grow_to == 3
+
+
+def test_the_machine_that_nobody_reaches_is_left_out(tmp_path):
+    fleet = Fleet(tmp_path, "abc", 2, 3)
+    fleet.pass_time(3)
+    for name in "bc":
+        fleet.views[name].update(unreached=1)
+    fleet.pass_time(1)
+    fleet.end(a=70, b=-6, c=-6)
+    fleet.pass_time(8)
+    assert fleet.members == "bc"
+
+
+def test_tries_to_reach_process_0_end_after_a_while():
+    now = [0.0]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        tries = reach.Reach("127.0.0.1", port, clock=lambda: now[0])
+        for _ in range(100):  # for as long as process 0 is not known to listen
+            now[0] += 10
+            assert not tries.attempt(listens=False)
+        assert not tries.is_failing
+        assert not tries.attempt(listens=True)
+        assert tries.is_failing
+        now[0] += reach.PATIENCE_S + 1
+        assert tries.attempt(listens=True)
+        assert reach.is_reachable("127.0.0.1", port)  # it refuses
+        server.listen()
+        assert not tries.attempt(listens=True)
+        assert tries.succeeded
+    assert not reach.is_reachable("no.such.host.invalid", port)
+    assert not reach.Reach("", 0).attempt(listens=True)
+
+
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_after_any_faults_the_machines_run_together_again(tmp_path, seed):
+    """Agents die, freeze, return, lose processes and lead in any order. All of them then
+    run in one generation, or the run has ended.
+    """
+    chance = random.Random(seed)
+    fleet = Fleet(tmp_path, "abcd", 2, 4, max_restarts=1_000)
+    running: dict[str, int] = {}
+
+    def live(seconds: int, *, faults: bool) -> None:
+        for _ in range(seconds):
+            fleet.pass_time(1)
+            for name, view in fleet.views.items():
+                generation = view.generation
+                is_member = view.own.id in generation.members
+                is_new = running.get(name, 0) < generation.number
+                if is_member and is_new and view.order is None:
+                    running[name] = generation.number
+                elif is_member and view.own.generation < generation.number:
+                    fails = faults and chance.random() < 0.05
+                    if view.order is not None or fails:
+                        code = -9 if fails else 75
+                        codes = {str(generation.index(view.own.id)): code}
+                        if is_new or (view.order and view.order.how == "kill"):
+                            codes = {}
+                        running[name] = generation.number
+                        view.update(generation=generation.number, codes=codes)
+
+    step = 0
+    frozen: dict[str, tuple] = {}
+    for _ in range(25):
+        live(chance.randrange(1, 30), faults=True)
+        step += 1
+        fleet.train(step)
+        name = chance.choice("abcd")
+        if name in frozen:
+            fleet.views[name], fleet.leaders[name] = frozen.pop(name)
+        elif name not in fleet.views:
+            fleet.join(name)
+            running.pop(name, None)
+        elif len(fleet.views) > 1:
+            gone = (fleet.views.pop(name), fleet.leaders.pop(name))
+            if chance.random() < 0.4:
+                frozen[name] = gone
+    for name in "abcd":  # all agents are started again where they are not there
+        if name not in fleet.views:
+            fleet.join(name)
+            running.pop(name, None)
+    live(60, faults=False)
+    for _ in range(4):  # it grows, and a loss ends that machines are left out
+        step += 1
+        fleet.train(step)
+        live(120, faults=False)
+        if fleet.members != "abcd":
+            fleet.end(**{fleet.members[0]: -9})
+    assert fleet.generation.final is None
+    assert fleet.members == "abcd"
+    assert {running[name] for name in "abcd"} == {fleet.generation.number}

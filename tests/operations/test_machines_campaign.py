@@ -4,6 +4,7 @@ are killed and return, and the run ends as an uninterrupted one.
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -184,4 +185,73 @@ def test_a_machine_that_is_asked_to_stop_leaves_and_loses_no_step(machines, stra
     machines.finish()
     assert machines.sizes()[:4] == [4, 3, 2, 3]
     assert "the others continued without this machine" in output(machines.workdir)
+    check_same(machines.workdir, straight)
+
+
+# --- machines with a network of their own ---------------------------------------------
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def networks():
+    """Makes three network namespaces, each with a host name; yields their names."""
+    names = [f"jxm{number}" for number in (1, 2, 3)]
+    addresses = {name: f"10.77.0.{n}" for n, name in enumerate(names, 1)}
+    hosts = "".join(f"{address} {name}\n" for name, address in addresses.items())
+    folders = [Path("/etc/netns") / name for name in names]
+    try:
+        ip("link", "add", "jxbridge", "type", "bridge")
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs root and network namespaces: {error}")
+    try:
+        ip("link", "set", "jxbridge", "up")
+        for name, folder in zip(names, folders, strict=True):
+            ip("netns", "add", name)
+            ip(*f"link add v{name} type veth peer name eth0 netns {name}".split())
+            ip(*f"link set v{name} master jxbridge up".split())
+            ip(*f"-n {name} addr add {addresses[name]}/24 dev eth0".split())
+            ip(*f"-n {name} link set eth0 up".split())
+            ip(*f"-n {name} link set lo up".split())
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
+        yield names
+    finally:
+        for name, folder in zip(names, folders, strict=True):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            shutil.rmtree(folder, ignore_errors=True)
+        ip("link", "del", "jxbridge")
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_cut_off_is_named_and_returns(networks, straight, tmp_path):
+    """Its agent reads the folder all the time."""
+    machines = Machines(tmp_path / "run")
+    recorded = {"FAULTY_PACE_S": PACE_S, "FAULTY_AGENT": "all"}
+    flags = ["--nnodes", "2:3", "--settle-seconds", "20", "--grow-minutes", "0.05"]
+    for name in networks:
+        # no --agent and no --address: the host's name is both
+        inside = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c"]
+        inside += [f'hostname {name}; exec "$@"', "-"]
+        machines.agents[name] = start(
+            machines.workdir, *flags, prefix=inside, recorded=recorded, **SETTINGS
+        )
+    first, _, last = networks
+    try:
+        machines.wait_for_step(first, 8)
+        ip("link", "set", f"v{last}", "down")
+        began = time.monotonic()
+        machines.wait_for_start(2, [3, 2])
+        print(f"cut to the start of 2: {time.monotonic() - began:.0f} s")
+        lost = [event["why"] for event in events(machines.workdir, "peer_lost")]
+        assert lost[-1] == f"machine {last} is cut off from the others"
+        ip("link", "set", f"v{last}", "up")
+        machines.wait_for_start(3, [3, 2, 3])
+        machines.finish()
+    finally:
+        for agent in machines.agents.values():
+            agent.kill()
+            agent.wait()
     check_same(machines.workdir, straight)

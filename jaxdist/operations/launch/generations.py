@@ -121,6 +121,8 @@ class Leader:
     def _find_end(self, member: tuple[str, str]) -> Order | None:
         """Finds the order that must follow from a member's state; None = none."""
         name, _ = member
+        if self._rendezvous.has_not_reached(member):
+            return Order("kill", f"machine {name} does not reach process 0")
         codes = self._rendezvous.report(member)
         if codes is None:
             if self._rendezvous.is_lost(member):
@@ -201,6 +203,11 @@ class Leader:
             codes=codes,
             silent=tuple(id_[0] for id_, report in reports.items() if report is None),
             leaving=tuple(r.name for r in members if r.leaving or r.left),
+            unreached=tuple(
+                name
+                for name, token in generation.members
+                if self._rendezvous.has_not_reached((name, token))
+            ),
             processes=self._roster.processes,
             step=step,
             may_have_stepped=may_have_stepped,
@@ -230,7 +237,12 @@ class Leader:
             why = f"no {least} machines for {WAIT_S:.0f} s"
             self._finish(dataclasses.replace(previous, final=EXIT_PEER_LOST, why=why))
         else:
-            self._say_once(f"waiting: {len(members)} of {least} machines can run")
+            text = f"waiting: {len(members)} of {least} machines can run"
+            if len(tokens) >= least:
+                text += (
+                    f"; {len(tokens)} are here, and no legal mesh has enough of them"
+                )
+            self._say_once(text)
 
     def _publish(self, previous: Generation, members: list[Record]) -> None:
         old_tokens = {token for _, token in previous.members}

@@ -13,6 +13,7 @@ from jaxdist.config import EXIT_PEER_LOST, EXIT_PREEMPTED, ConfigError
 from jaxdist.distributed.cluster import ClusterInfo
 from jaxdist.distributed.local_devices import ANY_HOST, free_port
 from jaxdist.operations.launch.generations import WAIT_S, Leader
+from jaxdist.operations.launch.reach import Reach, is_reachable
 from jaxdist.operations.launch.rendezvous import Generation, Record, Rendezvous
 from jaxdist.operations.launch.roster import MachineOptions, Roster
 from jaxdist.operations.launch.supervisor import Supervisor, SupervisorOptions
@@ -70,6 +71,7 @@ class MachineAgent(Supervisor):
             say=say,
         )
         self._running = 0  # generation of the processes that run, or ran last
+        self._reach = Reach("", 0)  # tries to reach its process 0
         self._fault = ""  # reason for which this agent cannot take part
 
     def run(self, *, is_last: bool = True) -> int:
@@ -151,6 +153,7 @@ class MachineAgent(Supervisor):
             codes={str(process): code for process, code in early.items()},
             port=free_port(ANY_HOST),
             leaving=self.stop_requests > 0,
+            unreached=self._running if self._reach.is_failing else 0,
         )
 
     def _run_generation(self, generation: Generation) -> int | None:
@@ -160,6 +163,7 @@ class MachineAgent(Supervisor):
           The exit code of the run, as far as these processes tell it; None = unknown.
         """
         self.agents = self._cluster(generation)
+        self._reach = Reach(self.agents.host, self.agents.port)
         names = ", ".join(name for name, _ in generation.members)
         self.say(
             f"generation {generation.number}, {generation.why}: machine "
@@ -203,6 +207,7 @@ class MachineAgent(Supervisor):
         is_leaving = self.stop_requests > 0 and not self._rendezvous.own.leaving
         if self._rendezvous.is_due() or is_leaving:
             self._look()
+            self._try_reach()
         if self._rendezvous.is_cut_off():
             self.say(f"{self.machines.folder} does not answer: the processes are ended")
             return True
@@ -226,12 +231,24 @@ class MachineAgent(Supervisor):
         self._growing_to = order.grow_to
         return True
 
+    def _try_reach(self) -> None:
+        """Tries to reach process 0 once; tells the others if it succeeds or fails."""
+        is_current = self._rendezvous.generation.number == self._running
+        if self._reach.succeeded or not is_current:
+            return
+        listens = self._rendezvous.is_listening()
+        if self._reach.attempt(listens=listens):
+            self._rendezvous.update(unreached=self._running)
+        elif self._reach.succeeded and self.agents.index == 0:
+            self._rendezvous.update(listens=self._running)
+
     # --- the rendezvous ---------------------------------------------------------------
 
     def _look(self, *, soon: bool = False) -> None:
         """Sends a heartbeat, reads what is new, and decides if this agent leads."""
         if self._rendezvous.is_due() or self.stop_requests:
             self._rendezvous.update(soon=soon, leaving=self.stop_requests > 0)
+        self._rejoin_if_reachable()
         self._fault = self._fault or self._find_fault()
         if self._fault or self._rendezvous.is_cut_off():
             return
@@ -242,6 +259,17 @@ class MachineAgent(Supervisor):
                 self.say(f"{self.machines.folder}: {error}")
         else:
             self._leader.rest()
+
+    def _rejoin_if_reachable(self) -> None:
+        """Rejoins once this machine, which was cut off, reaches the others again."""
+        generation = self._rendezvous.generation
+        is_left_out = self._rendezvous.own.token in generation.excluded
+        was_cut_off = self._rendezvous.own.unreached > 0
+        if not is_left_out or not was_cut_off or generation.final is not None:
+            return
+        if is_reachable(generation.address, generation.port):
+            self._rendezvous.rejoin()
+            self._rendezvous.update(unreached=0)
 
     def _find_fault(self) -> str:
         """Explains why this agent cannot take part; "" if it can."""

@@ -41,6 +41,8 @@ class Record:
     beat: int = 0  # number of times that the record was written
     leaving: bool = False  # the agent was asked to stop
     left: bool = False  # the agent has ended
+    listens: int = 0  # generation whose process 0 listens on this machine
+    unreached: int = 0  # generation whose process 0 this machine did not reach
     generation: int = 0  # last generation whose processes have ended here
     # exit codes of the processes of that generation that ended by themselves
     codes: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -135,6 +137,10 @@ class Rendezvous:
         """Tests whether it is time for a heartbeat."""
         return self.clock() >= self._next_beat
 
+    def rejoin(self) -> None:
+        """Becomes another agent of the same name, as if it were started again."""
+        self.own = dataclasses.replace(self.own, token=secrets.token_hex(8))
+
     def update(self, *, soon: bool = False, **changes: Any) -> None:
         """Writes the own record with changed facts, and reads all files.
 
@@ -204,6 +210,18 @@ class Rendezvous:
         if record.generation != self.generation.number:
             return None
         return {int(number): code for number, code in record.codes.items()}
+
+    def has_not_reached(self, member: tuple[str, str]) -> bool:
+        """Tests whether a member has not reached process 0 of this generation."""
+        record = self.records.get(member[0])
+        if record is None or record.id != member:
+            return False
+        return record.unreached == self.generation.number > 0
+
+    def is_listening(self) -> bool:
+        """Tests whether process 0 of this generation is known to listen."""
+        first = self.records.get(self.generation.members[0][0])
+        return first is not None and first.listens == self.generation.number
 
     # --- decisions --------------------------------------------------------------------
 
@@ -314,6 +332,8 @@ def _parse_record(row: dict[str, Any]) -> Record:
         beat=_count(row["beat"]),
         leaving=untrusted.of_kind(row["leaving"], bool),
         left=untrusted.of_kind(row["left"], bool),
+        listens=_count(row["listens"]),
+        unreached=_count(row["unreached"]),
         generation=_count(row["generation"]),
         codes={
             number: untrusted.of_kind(code, int)

@@ -9,7 +9,12 @@ from jaxdist.config import (
     EXIT_PEER_LOST,
     EXIT_PREEMPTED,
 )
-from jaxdist.operations.launch.endings import describe_exit, lost_process, verdict
+from jaxdist.operations.launch.endings import (
+    NOT_AT_FAULT,
+    describe_exit,
+    lost_process,
+    verdict,
+)
 from jaxdist.operations.launch.rendezvous import Generation, Order
 
 # Starts that may find the workdir locked by a silent machine. A file server keeps the
@@ -26,6 +31,7 @@ class Outcome:
     codes: Mapping[int, int]  # exit codes of processes that ended by themselves
     silent: tuple[str, ...]  # members that have not reported the end
     leaving: tuple[str, ...]  # members that were asked to stop
+    unreached: tuple[str, ...]  # members that have not reached process 0
     processes: int  # number of processes of each machine
     step: int  # newest step now
     may_have_stepped: bool  # the generation may have finished steps
@@ -56,6 +62,7 @@ class Loss:
     code: int
     cause: str
     is_silent: bool = False  # the whole machine is lost
+    is_cut_off: bool = False  # the machine does not reach the others
 
 
 def find_loss(outcome: Outcome) -> Loss:
@@ -67,6 +74,13 @@ def find_loss(outcome: Outcome) -> Loss:
         process = names.index(machine) * outcome.processes
         cause = f"machine {machine} is lost"
         return Loss(process, machine, EXIT_PEER_LOST, cause, is_silent=True)
+    if outcome.unreached:
+        machine = outcome.unreached[0]
+        if len(outcome.unreached) == len(names) - 1 > 1:
+            machine = names[0]  # nobody reaches it
+        process = names.index(machine) * outcome.processes
+        cause = f"machine {machine} is cut off from the others"
+        return Loss(process, machine, EXIT_PEER_LOST, cause, is_cut_off=True)
     if number is None:
         return Loss(0, names[0], EXIT_PEER_LOST, "not all processes stopped in time")
     machine = names[number // outcome.processes]
@@ -128,7 +142,8 @@ def after_refusal(outcome: Outcome, *, least: int, most: int) -> Generation:
 def after_loss(outcome: Outcome, loss: Loss, *, max_restarts: int) -> Generation:
     """Decides whether to start again after a loss.
 
-    A machine that loses a process twice in a row is left out, until progress.
+    A machine that loses a process twice in a row is left out, until progress. So is one
+    that is cut off from the others, at once.
     """
     generation = outcome.generation
     failures = generation.failures
@@ -144,9 +159,12 @@ def after_loss(outcome: Outcome, loss: Loss, *, max_restarts: int) -> Generation
         why += "; ".join(failures)
         return dataclasses.replace(generation, final=code, why=why)
     suspect = ""
-    if not loss.is_silent:
+    # A process that ended because of another one is no reason to suspect its machine.
+    if not loss.is_silent and loss.code not in NOT_AT_FAULT:
         suspect = dict(generation.members)[loss.machine]
-    if suspect and suspect == generation.suspect:
+    if loss.is_cut_off:
+        excluded = (*excluded, dict(generation.members)[loss.machine])
+    elif suspect and suspect == generation.suspect:
         excluded = (*excluded, suspect)
         suspect = ""
     return dataclasses.replace(
