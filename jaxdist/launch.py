@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxdist.config import EXIT_CONFIG, EXIT_PEER_LOST, ConfigError, command_line
-from jaxdist.distributed.cluster import find_cluster
+from jaxdist.distributed.cluster import ClusterInfo, find_cluster
 from jaxdist.distributed.local_devices import device_environment
 from jaxdist.operations.launch import machine_flags
 from jaxdist.operations.launch.machine_agent import MachineAgent
@@ -56,19 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         options, machines = _options(list(sys.argv[1:] if argv is None else argv))
-        agents = find_cluster(os.environ)
-        if agents.number > 1:
-            _print(str(agents))
-            if machines:
-                raise ConfigError(
-                    f"--nnodes: {agents.launcher} has decided the machines already. "
-                    f"Leave out --nnodes."
-                )
-            if options.capacity_file:
-                raise ConfigError(
-                    "--capacity-file: the scheduler decides the number of agents. "
-                    "Leave out --capacity-file."
-                )
+        agents = _find_agents(options, machines)
         # Raises ConfigError for missing devices before anything starts.
         for slot in range(options.processes):
             device_environment(
@@ -95,6 +83,31 @@ def _print(text: str) -> None:
         print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
+def _find_agents(
+    options: SupervisorOptions, machines: MachineOptions | None
+) -> ClusterInfo:
+    """Finds this agent's place among those that a scheduler started.
+
+    Raises:
+      ConfigError: there are several, and a flag is for agents without a scheduler.
+    """
+    agents = find_cluster(os.environ)
+    if agents.number == 1:
+        return agents
+    _print(str(agents))
+    if machines:
+        raise ConfigError(
+            f"--nnodes: {agents.launcher} has decided the machines already. "
+            f"Leave out --nnodes."
+        )
+    if options.capacity_file:
+        raise ConfigError(
+            "--capacity-file: the scheduler decides the number of agents. "
+            "Leave out --capacity-file."
+        )
+    return agents
+
+
 def _options(argv: list[str]) -> tuple[SupervisorOptions, MachineOptions | None]:
     """Parses the flags, and the command after `--`.
 
@@ -109,27 +122,7 @@ def _options(argv: list[str]) -> tuple[SupervisorOptions, MachineOptions | None]
         end = argv.index("--")
     command = argv[end + 1 :]
     flags = _parser().parse_args(argv[:end])
-    faults = []
-    for name, minimum in _MINIMA.items():
-        value = getattr(flags, name)
-        if value is not None and value < minimum:
-            faults.append(f"--{name.replace('_', '-')} {value}: must be >= {minimum}")
-    faults += _size_faults(flags.processes)
-    if flags.min_processes is not None and flags.min_processes > flags.processes:
-        faults.append(
-            f"--min-processes {flags.min_processes}: must be <= --processes {flags.processes}"
-        )
-    if not 0 <= flags.grace_s < float("inf"):
-        faults.append(
-            f"--grace-seconds {flags.grace_s:g}: must be a finite number >= 0"
-        )
-    minutes = getattr(flags, "grow_minutes", 0.0)
-    if not 0 <= minutes < float("inf"):
-        faults.append(f"--grow-minutes {minutes:g}: must be a finite number >= 0")
-    if "grow_minutes" in flags and flags.capacity_file is None and not flags.nnodes:
-        faults.append(
-            f"--grow-minutes {minutes:g}: needs --capacity-file or --nnodes, without which it has no effect"
-        )
+    faults = list(_flag_faults(flags))
     if not command:
         faults.append(
             "no command: write `-- python -m jaxdist.train --config NAME` after the flags"
@@ -138,6 +131,28 @@ def _options(argv: list[str]) -> tuple[SupervisorOptions, MachineOptions | None]
     if faults:
         raise ConfigError(faults)
     return SupervisorOptions(command, **vars(flags)), machines
+
+
+def _flag_faults(flags: argparse.Namespace) -> Iterator[str]:
+    """Yields what is wrong with the flags of one machine."""
+    for name, minimum in _MINIMA.items():
+        value = getattr(flags, name)
+        if value is not None and value < minimum:
+            yield f"--{name.replace('_', '-')} {value}: must be >= {minimum}"
+    yield from _size_faults(flags.processes)
+    if flags.min_processes is not None and flags.min_processes > flags.processes:
+        yield (
+            f"--min-processes {flags.min_processes}: must be <= --processes {flags.processes}"
+        )
+    if not 0 <= flags.grace_s < float("inf"):
+        yield f"--grace-seconds {flags.grace_s:g}: must be a finite number >= 0"
+    minutes = getattr(flags, "grow_minutes", 0.0)
+    if not 0 <= minutes < float("inf"):
+        yield f"--grow-minutes {minutes:g}: must be a finite number >= 0"
+    if "grow_minutes" in flags and flags.capacity_file is None and not flags.nnodes:
+        yield (
+            f"--grow-minutes {minutes:g}: needs --capacity-file or --nnodes, without which it has no effect"
+        )
 
 
 def _size_faults(processes: int) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """The probe between steps: a slow chip, host link or host memory is named, noise is not."""
 
+from typing import ClassVar
+
 import jax
 import pytest
 
@@ -137,6 +139,38 @@ def test_probes_take_less_than_a_thousandth_of_the_time(monkeypatch):
         callback.on_step(View())
     assert bench.calls == pytest.approx(1_000 / 50, abs=2)
     assert 0.05 * bench.calls < 1e-3 * now[0] + 0.05
+
+
+def test_devices_without_room_are_not_probed_again():
+    class FullBench:
+        calls = 0
+
+        def prepare(self):
+            pass
+
+        def measure(self):
+            self.calls += 1
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 8 MiB")
+
+    class Noted:
+        notes: ClassVar[list[str]] = []
+
+        def note(self, text):
+            self.notes.append(text)
+
+    class View:
+        step = 10
+        last = interrupted = False
+
+    callback = Probe()
+    callback.steps = 10
+    callback._next_s = 0.0
+    callback._run = Noted()
+    callback._bench = FullBench()
+    for _ in range(3):
+        callback.on_step(View())
+    assert callback._bench.calls == 1
+    assert Noted.notes == ["step 10: no probe: RESOURCE_EXHAUSTED: 8 MiB"]
 
 
 def test_emulated_devices_of_a_process_are_one():

@@ -17,6 +17,7 @@ _FLAGS = {
     "settle_s": "--settle-seconds",
     "lost_s": "--lost-seconds",
 }
+_TIMES = {"settle_s": 30.0, "lost_s": 15.0}  # defaults
 _MOST = 1024  # machines
 _FOLDER = "agents"  # in the workdir
 # An address without a machine (RFC 5737). No packet is sent to it.
@@ -92,12 +93,13 @@ def take_options(
         return None
     folder = given.get("meet_in", _default_folder(command))
     name = given.get("agent", socket.gethostname())
-    times = {"settle_s": 30.0, "lost_s": 15.0}
-    times |= {key: given[key] for key in times.keys() & given.keys()}
-    faults += _number_faults(text)
-    faults += _place_faults(folder, name)
-    faults += _time_faults(**times)
-    faults += _other_faults(flags)
+    times = {key: given.get(key, default) for key, default in _TIMES.items()}
+    faults += [
+        *_number_faults(text),
+        *_place_faults(folder, name),
+        *_time_faults(**times),
+        *_other_faults(flags),
+    ]
     if faults or folder is None:
         return None
     least, _, most = text.rpartition(":")

@@ -158,20 +158,30 @@ def after_loss(outcome: Outcome, loss: Loss, *, max_restarts: int) -> Generation
         code = loss.code if loss.code > 0 else EXIT_PEER_LOST
         why += "; ".join(failures)
         return dataclasses.replace(generation, final=code, why=why)
-    suspect = ""
-    # A process that ended because of another one is no reason to suspect its machine.
-    if not loss.is_silent and loss.code not in NOT_AT_FAULT:
-        suspect = dict(generation.members)[loss.machine]
-    if loss.is_cut_off:
-        excluded = (*excluded, dict(generation.members)[loss.machine])
-    elif suspect and suspect == generation.suspect:
-        excluded = (*excluded, suspect)
-        suspect = ""
+    suspect, left_out = _blame(generation, loss)
     return dataclasses.replace(
         generation,
         failures=failures,
         suspect=suspect,
-        excluded=excluded,
+        excluded=(*excluded, *left_out),
         silent=1 if loss.is_silent else 0,
         why=loss.cause,
     )
+
+
+def _blame(generation: Generation, loss: Loss) -> tuple[str, tuple[str, ...]]:
+    """Finds the machine to suspect, and those to leave out from now on.
+
+    A process that ended because of another one is no reason to suspect its machine.
+
+    Returns:
+      (token of the suspect or "", tokens of the others).
+    """
+    token = dict(generation.members)[loss.machine]
+    if loss.is_cut_off:
+        return "", (token,)
+    if loss.is_silent or loss.code in NOT_AT_FAULT:
+        return "", ()
+    if token == generation.suspect:
+        return "", (token,)
+    return token, ()

@@ -236,14 +236,8 @@ class Judge:
         """
         ratios = list(compare_parts(posts))
         slow = [item for item in ratios if item.times >= _SLOW[item.part]]
-        steps = {process: post["step"] for process, post in posts.items()}
         before = self._reported()
-        counts: Counter[tuple[int, str, str]] = Counter()
-        for item in slow:
-            is_new = steps[item.process] != self._steps.get(item.process)
-            counts[_key(item)] = self._suspects[_key(item)] + is_new
-        self._suspects = counts
-        self._steps = steps
+        self._count(slow, posts)
         if self._reported() != before:
             self._report_change(step, slow)
         fields: dict[str, float] = {}
@@ -251,6 +245,18 @@ class Judge:
             name = f"probe_{item.part}"
             fields[name] = max(item.times, fields.get(name, 0.0))
         return fields
+
+    def _count(
+        self, slow: Sequence[SlowPart], posts: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """Counts the probes in a row in which parts were slow."""
+        steps = {process: post["step"] for process, post in posts.items()}
+        counts: Counter[tuple[int, str, str]] = Counter()
+        for item in slow:
+            is_new = steps[item.process] != self._steps.get(item.process)
+            counts[_key(item)] = self._suspects[_key(item)] + is_new
+        self._suspects = counts
+        self._steps = steps
 
     def _report_change(self, step: int, slow: Sequence[SlowPart]) -> None:
         keys = self._reported()
