@@ -21,8 +21,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxdist.config import EXIT_CONFIG, EXIT_PEER_LOST, ConfigError, command_line
-from jaxdist.distributed.cluster import find_cluster
+from jaxdist.distributed.cluster import ClusterInfo, find_cluster
 from jaxdist.distributed.local_devices import device_environment
+from jaxdist.operations.launch import machine_flags
+from jaxdist.operations.launch.machine_agent import MachineAgent
+from jaxdist.operations.launch.roster import MachineOptions
 from jaxdist.operations.launch.supervisor import Supervisor, SupervisorOptions
 
 _PREFLIGHT = [sys.executable, "-m", "jaxdist.operations.launch.preflight"]
@@ -52,20 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
       The run's exit code; 78 if it cannot start; 70 if a restart may help.
     """
     try:
-        options = _options(list(sys.argv[1:] if argv is None else argv))
-        agents = find_cluster(os.environ)
-        if agents.number > 1:
-            _print(str(agents))
-            if options.capacity_file:
-                raise ConfigError(
-                    "--capacity-file: the scheduler decides the number of agents. "
-                    "Leave out --capacity-file."
-                )
+        options, machines = _options(list(sys.argv[1:] if argv is None else argv))
+        agents = _find_agents(options, machines)
         # Raises ConfigError for missing devices before anything starts.
         for slot in range(options.processes):
             device_environment(
                 os.environ, slot, options.processes, options.devices_per_process
             )
+        if machines:
+            return MachineAgent(options, machines, say=_print).run()
         if options.preflight:
             preflight = dataclasses.replace(options, command=_PREFLIGHT, max_restarts=0)
             code = Supervisor(preflight, agents, say=_print).run(is_last=False)
@@ -85,8 +83,36 @@ def _print(text: str) -> None:
         print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
-def _options(argv: list[str]) -> SupervisorOptions:
+def _find_agents(
+    options: SupervisorOptions, machines: MachineOptions | None
+) -> ClusterInfo:
+    """Finds this agent's place among those that a scheduler started.
+
+    Raises:
+      ConfigError: there are several, and a flag is for agents without a scheduler.
+    """
+    agents = find_cluster(os.environ)
+    if agents.number == 1:
+        return agents
+    _print(str(agents))
+    if machines:
+        raise ConfigError(
+            f"--nnodes: {agents.launcher} has decided the machines already. "
+            f"Leave out --nnodes."
+        )
+    if options.capacity_file:
+        raise ConfigError(
+            "--capacity-file: the scheduler decides the number of agents. "
+            "Leave out --capacity-file."
+        )
+    return agents
+
+
+def _options(argv: list[str]) -> tuple[SupervisorOptions, MachineOptions | None]:
     """Parses the flags, and the command after `--`.
+
+    Returns:
+      The options, and those of several machines; None = one machine.
 
     Raises:
       ConfigError: lists everything wrong with them.
@@ -96,34 +122,37 @@ def _options(argv: list[str]) -> SupervisorOptions:
         end = argv.index("--")
     command = argv[end + 1 :]
     flags = _parser().parse_args(argv[:end])
-    faults = []
-    for name, minimum in _MINIMA.items():
-        value = getattr(flags, name)
-        if value is not None and value < minimum:
-            faults.append(f"--{name.replace('_', '-')} {value}: must be >= {minimum}")
-    faults += _size_faults(flags.processes)
-    if flags.min_processes is not None and flags.min_processes > flags.processes:
-        faults.append(
-            f"--min-processes {flags.min_processes}: must be <= --processes {flags.processes}"
-        )
-    if not 0 <= flags.grace_s < float("inf"):
-        faults.append(
-            f"--grace-seconds {flags.grace_s:g}: must be a finite number >= 0"
-        )
-    minutes = getattr(flags, "grow_minutes", 0.0)
-    if not 0 <= minutes < float("inf"):
-        faults.append(f"--grow-minutes {minutes:g}: must be a finite number >= 0")
-    if "grow_minutes" in flags and flags.capacity_file is None:
-        faults.append(
-            f"--grow-minutes {minutes:g}: needs --capacity-file, without which it has no effect"
-        )
+    faults = list(_flag_faults(flags))
     if not command:
         faults.append(
             "no command: write `-- python -m jaxdist.train --config NAME` after the flags"
         )
+    machines = machine_flags.take_options(flags, command, faults)
     if faults:
         raise ConfigError(faults)
-    return SupervisorOptions(command, **vars(flags))
+    return SupervisorOptions(command, **vars(flags)), machines
+
+
+def _flag_faults(flags: argparse.Namespace) -> Iterator[str]:
+    """Yields what is wrong with the flags of one machine."""
+    for name, minimum in _MINIMA.items():
+        value = getattr(flags, name)
+        if value is not None and value < minimum:
+            yield f"--{name.replace('_', '-')} {value}: must be >= {minimum}"
+    yield from _size_faults(flags.processes)
+    if flags.min_processes is not None and flags.min_processes > flags.processes:
+        yield (
+            f"--min-processes {flags.min_processes}: must be <= --processes {flags.processes}"
+        )
+    if not 0 <= flags.grace_s < float("inf"):
+        yield f"--grace-seconds {flags.grace_s:g}: must be a finite number >= 0"
+    minutes = getattr(flags, "grow_minutes", 0.0)
+    if not 0 <= minutes < float("inf"):
+        yield f"--grow-minutes {minutes:g}: must be a finite number >= 0"
+    if "grow_minutes" in flags and flags.capacity_file is None and not flags.nnodes:
+        yield (
+            f"--grow-minutes {minutes:g}: needs --capacity-file or --nnodes, without which it has no effect"
+        )
 
 
 def _size_faults(processes: int) -> Iterator[str]:
@@ -183,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="PATH",
         help="file with the number of processes that can run; read at each start, and "
-        "while fewer than N run (default: N can run)",
+        "while fewer than N run (default: N can run). With --nnodes: of machines",
     )
     add(
         "--grow-minutes",
@@ -206,6 +235,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="first measure the devices and an all-reduce, and name slow devices",
     )
+    machine_flags.add_flags(parser)
     return parser
 
 

@@ -12,11 +12,13 @@ from jaxdist.config import ConfigError
 from jaxdist.distributed.cluster import LOOPBACK
 from jaxdist.hardware import flags as platform_flags
 
+ANY_HOST = ""  # all addresses of this machine
 
-def free_port() -> int:
-    """Finds a port of loopback that nothing uses."""
+
+def free_port(host: str = LOOPBACK) -> int:
+    """Finds a port of an address of this machine that nothing uses."""
     with socket.socket() as free:
-        free.bind((LOOPBACK, 0))
+        free.bind((host, 0))
         port: int = free.getsockname()[1]
     return port
 

@@ -6,6 +6,7 @@ from jaxdist.operations.metrics.serving import MetricsServer
 from jaxdist.operations.page.report import Report
 from jaxdist.operations.watch.notices import PreemptionNotices
 from jaxdist.operations.watch.pace import Stragglers
+from jaxdist.operations.watch.probe import Probe
 from jaxdist.operations.watch.replica_check import ReplicaCheck
 from jaxdist.operations.watch.step_alarm import SlowSteps
 from jaxdist.operations.watch.watchdog import Watchdog
@@ -15,6 +16,7 @@ __all__ = [
     "Ledger",
     "MetricsServer",
     "PreemptionNotices",
+    "Probe",
     "ReplicaCheck",
     "Report",
     "SlowSteps",

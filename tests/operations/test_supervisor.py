@@ -24,17 +24,13 @@ from jaxdist.distributed.local_devices import device_environment, visible_gpus
 from jaxdist.distributed.stop_signals import stop_signals
 from jaxdist.operations.launch import growth
 from jaxdist.operations.launch import supervisor as supervisor_module
+from jaxdist.operations.launch.endings import describe_exit, lost_process
 from jaxdist.operations.launch.run_progress import (
     ProgressReader,
     default_workdir,
     run_folder,
 )
-from jaxdist.operations.launch.supervisor import (
-    Supervisor,
-    SupervisorOptions,
-    describe_exit,
-    lost_process,
-)
+from jaxdist.operations.launch.supervisor import Supervisor, SupervisorOptions
 from jaxdist.telemetry.metrics import MetricsWriter, read_events
 from jaxdist.trainer import elastic
 

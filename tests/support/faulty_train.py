@@ -206,7 +206,8 @@ class Recorded:
         group = os.environ.get("JAXDIST_COORDINATOR", f":{os.getpid()}").rpartition(
             ":"
         )[2]
-        file = LEDGER / f"{os.getppid()}-{group}.{RANK}.fed"
+        agent = os.environ.get("FAULTY_AGENT", os.getppid())
+        file = LEDGER / f"{agent}-{group}.{RANK}.fed"
         self._file = os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 
     def trace(self, *given):

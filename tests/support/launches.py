@@ -40,6 +40,7 @@ def start(
     *flags: str,
     devices: int = 2,
     recorded: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
     **changes,
 ) -> subprocess.Popen:
     """Starts the agent of a run.
@@ -47,8 +48,10 @@ def start(
     Args:
       recorded: variables of `faulty_train.py`, which then trains; its ledger is beside
         the workdir.
+      prefix: a command that runs the agent's.
     """
     own = [
+        *prefix,
         sys.executable,
         "-m",
         "jaxdist.launch",

@@ -50,6 +50,12 @@ from jaxdist.interop import peft
 from jaxdist.interop.families import FAMILIES
 from jaxdist.models import lora, registry
 from jaxdist.operations.copies.copies import Copies
+from jaxdist.operations.launch.rendezvous import (
+    Generation,
+    Order,
+    Record,
+    Rendezvous,
+)
 from jaxdist.operations.launch.run_progress import ProgressReader
 from jaxdist.operations.page import html, status, summary
 from jaxdist.optim.config import OptimizerConfig
@@ -236,7 +242,30 @@ def _of_run(run: Path) -> dict[str, Reader]:
         "top_ops.json": Reader([run / "profile" / "top_ops.json"], JSON, report),
         "texts of a run": Reader([run / "sample.txt", run / "plan.txt"], BYTES, report),
         "a kept plan": Reader([plan], PACKED, read_entry),
-    }
+    } | _of_agents(run.parent / "agents")
+
+
+def _of_agents(folder: Path) -> dict[str, Reader]:
+    """Files in which agents of several machines meet."""
+    folder.mkdir()
+
+    def join(name: str) -> Rendezvous:
+        record = Record(name, f"token {name}", "terms", "host", 1, codes={"0": 70})
+        return Rendezvous(folder, record, lost_s=10.0)
+
+    def read(file: Path) -> object:
+        view = join("b")
+        view.update()
+        generation = view.generation
+        reports = [view.report(member) for member in generation.members]
+        lost = [view.is_lost(member) for member in generation.members]
+        return view.alive(), view.strangers(), view.leads(), reports, lost, view.order
+
+    first = join("a")
+    first.update(generation=1)
+    first.publish(Generation(1, (first.own.id, ("c", "token")), failures=("why",)))
+    first.publish_order(Order("save", "why", grow_to=3))
+    return {"files of agents": Reader(sorted(folder.glob("*.json")), JSON, read)}
 
 
 def _plan_of(info: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:

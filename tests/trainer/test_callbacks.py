@@ -575,6 +575,7 @@ SET = {
     "checkpoint.copy_to": "memory://copies",
     "checkpoint.keep_best": "eval_loss",
     "health.compare_every": 7,
+    "health.probe_every": 7,
     "profile.start_step": 2,
     "resilience.preemption_notice": "aws",
     "telemetry.port": 9_999,

@@ -374,6 +374,17 @@ def test_copies_that_differ_are_found_and_named():
     assert [text.split(" of ")[0] for text in sorted(found)] == ["device 1", "device 5"]
 
 
+def test_copies_are_never_compared_if_the_interval_is_0(tmp_path):
+    config = config_of(
+        health__compare_every=0,
+        train__steps=2,
+        mesh__data=2,
+        model__target="jaxdist.models.transformer:Transformer",
+    )
+    library.run(config, tmp_path / "run", devices=jax.devices()[:2])
+    assert read_rows(tmp_path / "run").train[-1]["step"] == 2
+
+
 def test_a_run_whose_copies_differ_goes_back_and_repeats_its_data(
     tmp_path, monkeypatch
 ):

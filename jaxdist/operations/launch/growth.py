@@ -6,7 +6,11 @@ Needs no jax.
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from jaxdist.storage import untrusted
+
+_MAX_BYTES = 4096  # bytes of the largest capacity file
 LOOK_S = 2.0  # seconds between two checks of the capacity
 # Seconds for which all checks must find room. Capacity that returns only for a moment
 # then costs nothing.
@@ -21,14 +25,20 @@ class GrowthTimer:
     """
 
     def __init__(
-        self, wait_s: float, *, clock: Callable[[], float] = time.monotonic
+        self,
+        wait_s: float,
+        *,
+        steady_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begins the wait of the first group.
 
         Args:
           wait_s: seconds that a group runs before it may grow; 0 = it never grows.
+          steady_s: seconds for which all checks must find room, if less than STEADY_S.
           clock: gives the seconds of a steady clock.
         """
+        self._steady_s = steady_s
         self.wait_s = wait_s
         self._first_wait_s = wait_s
         self._clock = clock
@@ -59,7 +69,7 @@ class GrowthTimer:
             return 0
         if self._room_since is None:
             self._room_since = now
-        if now - self._room_since >= STEADY_S:
+        if now - self._room_since >= min(self._steady_s, STEADY_S):
             return size
         return 0
 
@@ -70,3 +80,12 @@ class GrowthTimer:
     def succeeded(self) -> None:
         """Resets the wait after a growth with progress."""
         self.wait_s = self._first_wait_s
+
+
+def read_capacity(file: Path) -> int:
+    """Reads the number of processes, or of machines, that can run now.
+
+    Raises:
+      OSError, ValueError: the file has no whole number.
+    """
+    return int(untrusted.read_bytes(file, max_bytes=_MAX_BYTES))

@@ -18,32 +18,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import (
-    EXIT_CONFIG,
-    EXIT_NO_CHECKPOINT,
-    EXIT_PEER_LOST,
-    EXIT_PREEMPTED,
-)
+from jaxdist.config import EXIT_CONFIG, EXIT_PEER_LOST, EXIT_PREEMPTED
 from jaxdist.distributed.cluster import ClusterInfo
 from jaxdist.distributed.local_devices import device_environment, free_port
 from jaxdist.distributed.stop_signals import last_handler, stop_signals
-from jaxdist.operations.launch.growth import GrowthTimer
+from jaxdist.operations.launch.endings import (
+    NOT_AT_FAULT,
+    UNSTARTED,
+    describe_exit,
+    lost_process,
+    verdict,
+)
+from jaxdist.operations.launch.growth import GrowthTimer, read_capacity
 from jaxdist.operations.launch.run_progress import ProgressReader, run_folder
 from jaxdist.operations.launch.worker_group import WorkerGroup
-from jaxdist.storage import untrusted
 from jaxdist.trainer import elastic
 
-_FINAL = {EXIT_NO_CHECKPOINT, EXIT_CONFIG}  # a new start would end in the same way
-# Exit codes of processes that end because another was lost, and their rank: a process
-# with rank 1 may have been lost itself, one with rank 2 was not.
-_NOT_AT_FAULT = {-signal.SIGABRT: 1, EXIT_PEER_LOST: 2}
 # seconds after the end of such a process in which the lost one reports its error
 _CAUSE_S = 5.0
-_UNSTARTED = -signal.SIGTERM  # ended by SIGTERM before its handler was set
 _BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
 _WAIT_S = 600.0  # most seconds to wait for capacity
-_MAX_BYTES = 4096  # bytes of the largest capacity file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +150,8 @@ class Supervisor:
             shared["JAXDIST_COORDINATOR"] = (
                 f"{self.agents.host}:{self.agents.port or free_port()}"
             )
-        if options.min_processes is not None:
-            full = options.processes if self.agents.number == 1 else 0
+        full = self._full_processes()
+        if full is not None:
             shared[elastic.FULL_PROCESSES] = str(full)
         environments = []
         for rank, slot in enumerate(self.slots[:size], first):
@@ -180,6 +175,20 @@ class Supervisor:
             options.command, environments, first=first, wakeup=self._wakeup
         )
 
+    def _full_processes(self) -> int | None:
+        """Counts the processes of a full run.
+
+        Returns:
+          The number; 0 = that of the first start; None = the run is not elastic.
+        """
+        if self.options.min_processes is None:
+            return None
+        return self.options.processes if self.agents.number == 1 else 0
+
+    def _must_end(self) -> bool:
+        """Tests whether the processes are killed now, for a reason outside of them."""
+        return False
+
     def _attend(self, workers: WorkerGroup, newest_before: int) -> None:
         """Waits for the end of the processes.
 
@@ -195,6 +204,8 @@ class Supervisor:
         stop_deadline = math.inf
         cause_deadline = math.inf
         while time.monotonic() <= stop_deadline and self._interrupts <= 1:
+            if self._must_end():
+                return
             codes = workers.codes()
             if self.stop_requests and self._growing_to:
                 # A signal replaces the agent's own request to stop, and its deadline.
@@ -205,12 +216,12 @@ class Supervisor:
                 is_stopping or (not codes and self._should_grow(size, newest_before))
             ):
                 stop_deadline = time.monotonic() + self.options.grace_s
-                good_codes.add(_UNSTARTED)
+                good_codes.add(UNSTARTED)
                 workers.signal(signal.SIGTERM)
             bad_codes = set(codes.values()) - good_codes
             if bad_codes and cause_deadline == math.inf:
                 cause_deadline = time.monotonic() + _CAUSE_S
-            is_cause_known = bad_codes - _NOT_AT_FAULT.keys() or (
+            is_cause_known = bad_codes - NOT_AT_FAULT.keys() or (
                 bad_codes and EXIT_PREEMPTED in codes.values()
             )
             if len(codes) == size or is_cause_known:
@@ -229,22 +240,14 @@ class Supervisor:
           size: number of all processes.
           may_have_stepped: this start may have finished steps.
         """
-        endings = set(early.values())
-        final = endings & _FINAL
-        if final:
-            return min(final)
-        if endings == {0} and len(early) == size:
-            return 0
-        # A process that ends with 75 knows that all is saved. Processes that still run
-        # may then fail because it has left.
-        is_preempted = EXIT_PREEMPTED in endings
-        collateral = endings & _NOT_AT_FAULT.keys()
-        is_orderly = endings - collateral <= {0, EXIT_PREEMPTED, _UNSTARTED}
-        is_saved = is_orderly and (is_preempted if collateral else len(early) == size)
-        if (is_preempted or self.stop_requests) and (is_saved or not may_have_stepped):
-            return EXIT_PREEMPTED
-        if not self.stop_requests:
-            return None
+        code = verdict(
+            early,
+            size,
+            is_asked=bool(self.stop_requests),
+            may_have_stepped=may_have_stepped,
+        )
+        if code is not None or not self.stop_requests:
+            return code
         number = lost_process(early)
         cause = "not all ended in time"
         if number is not None:
@@ -456,8 +459,7 @@ class Supervisor:
         slots = len(self.slots)
         if file is None:
             return slots
-        capacity = int(untrusted.read_bytes(file, max_bytes=_MAX_BYTES))
-        return max(0, min(capacity, slots))
+        return max(0, min(read_capacity(file), slots))
 
     def _is_legal(self, size: int) -> bool:
         """Checks if the run's batch and mesh fit on `size` processes.
@@ -535,20 +537,3 @@ class Supervisor:
         deadline = time.monotonic() + seconds
         while not self.stop_requests and time.monotonic() < deadline:
             time.sleep(min(0.1, seconds))
-
-
-def lost_process(codes: Mapping[int, int]) -> int | None:
-    """Finds the process that was lost, or None.
-
-    A process that may have failed because of another is chosen last.
-    """
-    lost = {n: code for n, code in codes.items() if code not in (0, EXIT_PREEMPTED)}
-    return min(lost, key=lambda n: (_NOT_AT_FAULT.get(lost[n], 0), n), default=None)
-
-
-def describe_exit(code: int) -> str:
-    """Describes an exit code: `killed by SIGKILL`, `ended with exit code 1`."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    known = {int(number): number.name for number in signal.Signals}
-    return f"killed by {known.get(-code, f'signal {-code}')}"

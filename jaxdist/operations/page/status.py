@@ -98,6 +98,7 @@ class RunStatus(RunFiles):
         document["started"] = self.started
         document["starts"] = self.events.numbers["start"]
         document |= self._step_parts()
+        document["slow_parts"] = self._slow_parts()
         document["goodput"] = account.goodput
         document["ledger"] = {"buckets": account.buckets, "wall_s": account.wall_s}
         document["cost"] = cost.cost(
@@ -128,6 +129,18 @@ class RunStatus(RunFiles):
         if plan is not None:
             document["plan"] = plan.document(ratio)
         return document
+
+    def _slow_parts(self) -> list[str]:
+        """Lists the chips, links and memories that are slow since the last probe."""
+        event = self.events.last_of("slow_parts", "start")
+        parts = event.get("parts") if event else None
+        if not isinstance(parts, list):
+            return []
+        return [
+            str(part["text"])
+            for part in parts
+            if isinstance(part, dict) and "text" in part
+        ]
 
     def _activity(self) -> str | None:
         """Describes the phase of a running run; None without a ledger."""
@@ -253,7 +266,9 @@ def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
             f"{folder}: holds no run (none of {known}); give the --workdir of train"
         )
     run_format.check_folder(folder)
-    events = EventLog(metrics.iter_events(folder, (*ENDS, "save", "save_interval")))
+    events = EventLog(
+        metrics.iter_events(folder, (*ENDS, "save", "save_interval", "slow_parts"))
+    )
     for event in metrics.read_last_events(folder)[-1:]:
         events.last = event
     files = WorkdirReader(folder).read(metrics.read_last_rows(folder), events)
@@ -297,6 +312,8 @@ def as_text(document: Mapping[str, Any]) -> str:
     memory = _memory_text(document)
     if memory:
         lines.append(f"memory    {memory}")
+    for text in document["slow_parts"]:
+        lines += _wrapped("slow", text)
     if document["experts"]:
         lines.append(f"experts   {experts.as_line(document['experts'])}")
     lines += [f"model     {text}" for text in experts.size_text(document)]

@@ -39,7 +39,7 @@ class ReplicaCheck(Callback):
         Raises:
           Diverged: the replicas differ.
         """
-        if view.step % self.steps:
+        if not self.steps or view.step % self.steps:
             return
         # a rollback may have gone behind that step
         self._equal_at = min(self._equal_at, view.step - 1)
