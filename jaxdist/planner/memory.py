@@ -209,7 +209,12 @@ class _Step:
         self.spec = composition.spec_by_stage
         self.parameters = self.spec.named_trainable()
         self.compute_itemsize = jnp.dtype(run.precision.compute).itemsize
+        # Of the parameters that a device holds. Those that wait on the host are copied
+        # to the device in the compute dtype.
+        self.copies_parameters = bool(state.get(HOST_PARAMETERS))
         self.stored_itemsize = jnp.dtype(run.precision.params).itemsize
+        if self.copies_parameters:
+            self.stored_itemsize = self.compute_itemsize
         parts = composition.total_microbatches * rules.shape.batch_shards
         sequences = max(run.batch.global_size // parts, 1)
         self.policy = run.remat.policy if self.staging is None else self.staging.remat
@@ -284,6 +289,8 @@ class _Step:
         """
         itemsize = 4 if self.adds_in_parts else self.stored_itemsize
         yield self.state | {"gradients": self._sum(self.rules.gradient, itemsize)}
+        if self.copies_parameters:  # the update goes layer by layer
+            return
         gathered = update_memory.gathered_bytes(
             self.spec, self.rules, self.stored_itemsize, self.platform
         )
@@ -479,8 +486,11 @@ class _Step:
 
         TPUs cast all stacks to the compute dtype. GPUs keep the stored dtype, and
         transpose the stacks whose shards are not rows of a layer's kernel: a gather
-        puts one shard behind the other.
+        puts one shard behind the other. Copies of parameters on the host are made in
+        that order.
         """
+        if self.copies_parameters:
+            return 0
         if self.platform != "gpu":
             if self.compute_itemsize == self.stored_itemsize:
                 return 0
