@@ -7,8 +7,8 @@
     python -m jaxdist.plan --config gpt2_124m --on rtx4090:1x1    # 15.6 GiB, MFU 44 %
     python -m jaxdist.plan --config gpt2_124m --on a100:1x8 --config.batch.accumulation=1    # 15.6 GiB, MFU 43 %
 
-One GPU of 20 GiB or more computes 64 of the 512 sequences at a time. A T4 needs two more settings:
---config.precision.compute=float16 --config.batch.accumulation=16.
+One GPU of 20 GiB or more computes 64 of the 512 sequences at a time. A T4 or a V100 of 16 GB needs two
+more settings: --config.precision.compute=float16 --config.batch.accumulation=16.
 `train.bin` holds GPT-2 token ids as uint16, as nanoGPT's and llm.c's data scripts write them.
 """
 

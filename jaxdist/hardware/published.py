@@ -37,6 +37,7 @@ _MEGATRON = "Megatron-LM README, model table"
 _MAXTEXT = "MaxText, configs/tpu/{}/README, attention in full"
 _TIERING = "MaxText, docs/reference/models/tiering.md"
 
+# torchtitan's H100s have HBM2e and a limit of 500 W.
 # fmt: off
 BANDS = (
     Band("TPU v3", 0.345 * _B, 65 * _B, 0.35, 0.54, "Levanter 1.0, on v3-256"),

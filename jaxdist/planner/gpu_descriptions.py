@@ -10,8 +10,9 @@ from jaxdist.hardware import chips
 # the device reports it (bytes). Sources: CUDA C++ Programming Guide, "Technical
 # Specifications per Compute Capability"; NVIDIA's architecture whitepapers. Source of
 # the memory: device queries in openxla/xla, xla/backends/gpu/target_config/specs, and
-# for GPUs that it lacks what torch.cuda.get_device_properties prints. Some builds of
-# the plugin lack XLA's own descriptions, so they are not used.
+# for GPUs that it lacks what torch.cuda.get_device_properties prints (of the L4 no
+# printout was found: its memory is not checked). Some builds of the plugin lack XLA's
+# own descriptions, so they are not used.
 _GPUS: dict[str, tuple[tuple[int, int], int, int, int, float, float, int]] = {
     "a100-40gb": ((8, 0), 108, 64, 164, 40, 1.41, 42_331_013_120),
     "a100": ((8, 0), 108, 64, 164, 40, 1.41, 85_100_068_864),

@@ -247,7 +247,7 @@ def test_a_slow_all_reduce_says_by_how_much_and_what_to_check(row, rate, factor,
 def test_networks_on_which_a_rate_is_healthy_are_named():
     row = Row("H100 SXM", "InfiniBand", 50e9)
     _, (slow,) = preflight.reduce_lines(Reduced("between 2 hosts", {0: 10e9}, row))
-    assert slow.endswith("it would be healthy on efa-p4d, gcp-a3-high")
+    assert slow.endswith("it would be healthy on ib50, efa-p4d, gcp-a3-high")
     _, (slow,) = preflight.reduce_lines(Reduced("between 2 hosts", {0: 1e9}, row))
     assert "would be" not in slow
 

@@ -67,7 +67,7 @@ def test_run_json_names_the_hardware(tmp_path, info, target):
     [
         ({}, "does not say how many devices"),
         (CPU | {"num_devices": True}, "does not say how many devices"),
-        (H100 | {"device_kind": "NVIDIA L4"}, "'NVIDIA L4'"),
+        (H100 | {"device_kind": "NVIDIA H100 NVL"}, "'NVIDIA H100 NVL'"),
         (V5P | {"num_devices": 256}, "joins 256 chips as None"),
         (H100 | {"hosts": ["a", "b", "c"]}, "on 3 machines, unevenly"),
         (
