@@ -128,7 +128,7 @@ def test_the_jobset_starts_an_agent_that_finds_its_place():
     assert rule["onExitCodes"]["values"] == [77, 78]
     assert rule["onExitCodes"]["containerName"] == container["name"]
     assert pod["restartPolicy"] == "Never"
-    options = launch._options(container["command"][3:] + container["args"])
+    options, _ = launch._options(container["command"][3:] + container["args"])
     assert options.processes == 1
     assert options.grace_s < pod["terminationGracePeriodSeconds"]
     assert run_progress.run_folder(options.command) == Path("/runs/quickstart")

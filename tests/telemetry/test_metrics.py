@@ -40,6 +40,7 @@ EVENTS = {
     "spikes_end",
     "drift",
     "straggler",
+    "slow_parts",
     "slow_steps",
     "logger_failed",
     "preemption_notice",
