@@ -362,12 +362,14 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, None, None]:
     dx, dkernel = residuals
     scale = cotangents[0]  # the residuals contain the z term: see `cross_entropy`
+    # float32 times bfloat16 is float32, but the head's gradient has the head's dtype
+    dkernel = (dkernel * scale).astype(dkernel.dtype)
     if jnp.finfo(dx.dtype).maxexp < jnp.finfo(jnp.float32).maxexp:
         # A loss scale may exceed the range of this dtype, even if the scaled gradient
         # does not.
         scaled = (dx.astype(jnp.float32) * scale).astype(dx.dtype)
-        return scaled, dkernel * scale, None, None
-    return dx * scale.astype(dx.dtype), dkernel * scale, None, None
+        return scaled, dkernel, None, None
+    return dx * scale.astype(dx.dtype), dkernel, None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)

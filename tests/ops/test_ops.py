@@ -457,6 +457,22 @@ def test_chunks_change_nothing():
         assert worst(scored(chunk), whole) < 1e-6
 
 
+def test_a_bfloat16_table_may_be_the_head_as_well():
+    """Its gradients as an embedding and as a head are added, so their dtypes are equal."""
+    table = jax.random.normal(jax.random.key(0), (16, 8), jnp.bfloat16)
+    ids = jnp.arange(6).reshape(1, 6)
+
+    def loss(table: jax.Array) -> jax.Array:
+        x = embed(nnx.Param(table), ids)
+        head = nnx.Param(table.T)
+        total, _ = cross_entropy(x, head, ids, jnp.ones(ids.shape))
+        return 3 * total
+
+    gradient = jax.grad(loss)(table)
+    assert gradient.dtype == jnp.bfloat16
+    assert bool(jnp.isfinite(gradient).all())
+
+
 def test_the_gradient_scales_with_its_cotangent_and_weights_have_none():
     x, targets, weights = arrays()["x"], arrays()["indices"], arrays()["weights"]
     head = nnx.Param(arrays()["head"])
