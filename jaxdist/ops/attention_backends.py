@@ -59,11 +59,9 @@ class Backend:
             return f"it is for {' and '.join(self.platforms)}, not {now.platform}"
         if not self.before_ampere and lacks_bfloat16(now.device):
             return "the GPU is older than Ampere"
-        if self.dtypes and dtype not in self.dtypes:
-            return f"{dtype} is not {' or '.join(self.dtypes)}"
-        if head_size % self.head_size_multiple or head_size > self.max_head_size:
-            sizes = f"{self.head_size_multiple} up to {self.max_head_size}"
-            return f"head size {head_size} is not a multiple of {sizes}"
+        reason = self.size_refusal(dtype, length, head_size)
+        if reason:
+            return reason
         if options.softcap is not None and not self.softcap:
             return "a softcap is set"
         if pieces and self.pieces is None:
@@ -72,10 +70,42 @@ class Backend:
             return "each device has all keys for a part of the queries"
         if parts > 1 and queries % self.part_multiple:
             return f"{queries} queries a device are no multiple of {self.part_multiple}"
+        return None
+
+    def size_refusal(self, dtype: str, length: int, head_size: int) -> str | None:
+        """Explains why the backend does not support a dtype or a size; None: it does.
+
+        Args:
+          dtype: dtype of queries, keys and values.
+          length: tokens of a sequence.
+          head_size: elements of a head.
+        """
+        if self.dtypes and dtype not in self.dtypes:
+            return f"{dtype} is not {' or '.join(self.dtypes)}"
+        if head_size % self.head_size_multiple or head_size > self.max_head_size:
+            sizes = f"{self.head_size_multiple} up to {self.max_head_size}"
+            return f"head size {head_size} is not a multiple of {sizes}"
         if length % self.length_multiple:
             multiple = self.length_multiple
             return f"sequence length {length} is not a multiple of {multiple}"
         return None
+
+
+def has_kernel(platform: str, dtype: str, length: int, head_size: int) -> bool:
+    """Checks whether a kernel computes attention of whole sequences on a platform.
+
+    Args:
+      platform: tpu, gpu or cpu.
+      dtype: dtype of queries, keys and values.
+      length: tokens of a sequence.
+      head_size: elements of a head.
+    """
+    return any(
+        backend.is_kernel
+        and platform in backend.platforms
+        and backend.size_refusal(dtype, length, head_size) is None
+        for backend in BACKENDS.values()
+    )
 
 
 def choose(request: Request, *, parts: int = 1, pieces: bool = False) -> Backend:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxdist.ops import context_attention
+from jaxdist.ops.attention_backends import has_kernel
+from jaxdist.ops.attention_reference import score_blocks
 from jaxdist.ops.context_attention import (
     Form,
     copied_heads,
@@ -196,6 +198,20 @@ class AttentionCost(Cost):
         reason = unwindowed._reason(rules, form)
         first = f"context {context}: attention by {form.name}: {reason}"
         return ["; ".join([first, *(texts[name] for name in names)])]
+
+    def score_bytes(self, rules: Rules, dtype: str, platform: str) -> int:
+        """Counts the bytes of a sequence's scores; 0 if a kernel computes them.
+
+        XLA starts the blocks of queries together, so the float32 scores of all blocks
+        exist at once. So do the gradients of the largest block.
+        """
+        form = self.form(rules)
+        kernel = has_kernel(platform, dtype, self.length, self.head_size)
+        if kernel and form.parts == 1:
+            return 0
+        blocks = score_blocks(self.length, self.window)
+        heads = self.heads // form.head_shards
+        return 4 * heads * (sum(blocks) + max(blocks)) // form.parts
 
     def _reason(self, rules: Rules, form: Form) -> str:
         if rules.attention == form.name:

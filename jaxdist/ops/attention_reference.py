@@ -54,6 +54,20 @@ def _blocks(length: int, keys: int, options: Options) -> Iterator[tuple[slice, s
         yield slice(start, stop), slice(first, stop if options.causal else length)
 
 
+def score_blocks(length: int, window: int = 0) -> list[int]:
+    """Counts the scores of each block of causal attention, for one head.
+
+    Args:
+      length: tokens of a sequence.
+      window: tokens that a token sees, itself included; 0: all.
+    """
+    options = Options(scale=1.0, causal=True, softcap=None, window=window or None)
+    return [
+        (rows.stop - rows.start) * (columns.stop - columns.start)
+        for rows, columns in _blocks(length, length, options)
+    ]
+
+
 def _logits(
     request: Request,
     q_BKGSN: jax.Array,

@@ -110,6 +110,16 @@ class Cost:
         """
         return Share()
 
+    def score_bytes(self, rules: Rules, dtype: str, platform: str) -> int:
+        """Counts the bytes of a sequence's attention scores in a layer's backward pass.
+
+        Args:
+          rules: rules of the layout.
+          dtype: compute dtype.
+          platform: tpu, gpu or cpu.
+        """
+        return 0
+
     def explain(self, rules: Rules, itemsize: int) -> list[str]:
         """Explains to users, in lines, the form in which devices compute the op."""
         return []

@@ -111,8 +111,12 @@ class Model:
     def state_bytes(self, layout: Composition) -> int:
         """Counts a device's bytes of weights, gradients and optimizer state."""
         sizes = layout.shape.sizes
+        # Sums of several parts are float32.
+        in_parts = layout.config.batch.accumulation > 1 or sizes["pipeline"] > 1
         trained = formulas.Policy(
-            self.work.stored, gradients=4, optimizer=self.work.moments
+            self.work.stored,
+            gradients=4 if in_parts else self.work.stored,
+            optimizer=self.work.moments,
         )
         dense, in_experts = self._local(layout.shape)
         zero = layout.config.mesh.zero

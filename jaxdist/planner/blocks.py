@@ -43,7 +43,11 @@ class Block:
     working: int = 0
     largest: int = 0  # largest forward value that the backward pass reads
     logsumexps: int = 0  # elements of attention's logsumexp
+    # attention scores of a sample that is not text; those of a text do not follow from
+    # a short trace
+    scores: int = 0
     weights: tuple[int, ...] = ()  # elements of each weight in the layout of compute
+    trained: tuple[int, ...] = ()  # the same for the weights that are trained
     # an op that declares its own memory; the sizes above contain only its inputs and
     # outputs
     call: Call | None = None
@@ -127,7 +131,12 @@ def _trace(composition: Composition, length: int, policy: str, platform: str) ->
         kept = _with_declared(kept, declared)
     needed = _needed(forward, x, lanes)
     largest = max(needed, default=0)
-    recomputed = (Counter(needed) - Counter(size for _, size in kept)).elements()
+    if platform == "tpu":
+        alive = list((Counter(needed) - Counter(size for _, size in kept)).elements())
+    else:
+        # XLA for GPUs postpones the gradients of kernels, so the gradients of values
+        # outlive the values, and those of kept values take memory of their own.
+        alive = needed
     local_heads = (
         dims[names.index("heads")]
         for dims, (_, names) in zip(local, named.values(), strict=True)
@@ -137,10 +146,16 @@ def _trace(composition: Composition, length: int, policy: str, platform: str) ->
         tokens=length,
         x=_bytes(x),
         kept=tuple(kept),
-        working=sum(recomputed) + _bytes(x) + largest,
+        working=sum(alive) + _bytes(x) + largest,
         largest=largest,
         logsumexps=length * next(local_heads, 0),
+        scores=0 if run.data.is_text else _inner_products(forward),
         weights=tuple(map(math.prod, local)),
+        trained=tuple(
+            math.prod(dims)
+            for path, dims in zip(named, local, strict=True)
+            if path in spec.named_trainable()
+        ),
         call=call,
     )
 
@@ -360,6 +375,21 @@ def _needed(jaxpr: Jaxpr, x: Var, lanes: int) -> list[int]:
         sources |= {out: (frozenset([out]), False) for out in eqn.outvars}
     needed.pop(x, None)
     return list(needed.values())
+
+
+def _inner_products(jaxpr: Jaxpr) -> int:
+    """Counts the bytes of matmuls inside of calls that return nothing of their size."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        returned = {_elements(out)[0] for out in eqn.outvars}
+        for inner in (getattr(value, "jaxpr", value) for value in eqn.params.values()):
+            total += sum(
+                _bytes(product.outvars[0])
+                for product in getattr(inner, "eqns", ())
+                if product.primitive.name == "dot_general"
+                and _elements(product.outvars[0])[0] not in returned
+            )
+    return total
 
 
 def _contains(eqn: JaxprEqn, primitives: Sequence[str]) -> bool:

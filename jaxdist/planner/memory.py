@@ -5,17 +5,20 @@ loss, in the backward pass of the last layer, or in the update. Each moment hold
 state and its live values; `components` explains the largest. One block is traced on a
 device's shapes, and the activations that its remat policy keeps are read from its vjp.
 Padding, fragmentation and the order of instructions are omitted, because only a
-compiler knows them. Nothing is fitted.
+compiler knows them. Nothing is fitted but `update_memory.WAITING`.
+
+The gradients of parts are added to one tree of sums in place. A second tree exists with
+parameters in bfloat16, and where the loops over layers do not run over the whole stack:
+with `remat.layers`, `remat.every`, and layers of several kinds.
 
 Matmuls of a recipe (`precision.matmul`) count as those of the compute dtype. XLA for
 CUDA gathers their kernels in the recipe's dtype, but keeps the same float32 copies of
-whole stacks. The codes of activations take as much as the gathers save, or more with
-many tokens: Llama 3.1 8B on 8 H100 with fp8_rowwise takes 46.34 GiB, where the
-arithmetic says 45.15. In 8 parts it takes 24.80 GiB, where the arithmetic says 24.89
-(jax 0.10.2).
+stacks. The codes of activations take as much as the gathers save, or more with many
+tokens.
 
 The lifetimes of values were read from buffer assignments of libtpu 0.0.42.1 and of XLA
-for CUDA (jax 0.10.2, option xla_dump_to).
+for CUDA (jax 0.10.2, option xla_dump_to). benchmarks/plan/arithmetic.py compares the
+sums with the compilers' peaks.
 """
 
 import math
@@ -32,22 +35,28 @@ from jaxdist.hardware.chips import Chip, chip_for, platform_of
 from jaxdist.optim import optimizers
 from jaxdist.parallel import remat
 from jaxdist.parallel.pipeline.partition import Staging
+from jaxdist.planner import update_memory
 from jaxdist.planner.blocks import Block, sample_tokens, trace
 from jaxdist.planner.observed import HOST_BYTES_PER_S, LANES
 from jaxdist.planner.state import (
     HOST_STATE,
     Components,
+    gathers_inside,
     held_state,
     parameter_bytes,
     shard_size,
 )
 from jaxdist.planner.targets import Target
-from jaxdist.protocols.dim_names import has_experts
+from jaxdist.protocols.dim_names import has_experts, in_stack
+from jaxdist.protocols.model_spec import stored_dtype
 from jaxdist.telemetry.units import GIB
 from jaxdist.trainer.compose import Composition
 from jaxdist.trainer.costs import costs_of
 
 HOST = "host memory"  # component of offloaded activations, not in a device's peak
+# Most by which the arithmetic exceeds a compiler's peak, relative to it. The largest
+# excess in benchmarks/results/plan-arithmetic.json is below.
+OVERESTIMATE = 0.10
 
 
 def components(
@@ -80,6 +89,16 @@ def accounted_peak(components: Mapping[str, int]) -> int:
     return sum(
         size for name, size in components.items() if name not in (HOST, HOST_STATE)
     )
+
+
+def may_fit(peak_bytes: int, limit_bytes: float) -> bool:
+    """Checks whether a run may fit a limit, although the arithmetic may exceed it.
+
+    Args:
+      peak_bytes: the peak by arithmetic.
+      limit_bytes: bytes that a step may use of a device.
+    """
+    return peak_bytes <= limit_bytes * (1 + OVERESTIMATE)
 
 
 def transfer_s(bytes_on_host: int) -> float:
@@ -121,7 +140,7 @@ def _chip(target: Target | jax.Device) -> Chip | None:
 
 def _peak(step: "_Step") -> Components:
     """Finds the components of the moment with the largest peak."""
-    moments = (step.in_loss(), *step.in_backward(), step.in_update())
+    moments = (step.in_loss(), *step.in_backward(), *step.in_update())
     return max(moments, key=accounted_peak)
 
 
@@ -189,16 +208,67 @@ class _Step:
             self.kept_input_bytes //= rules.shape.sizes["tensor"]
         self.costs = costs_of(run)
         shares = [cost.share(rules, self.compute_itemsize) for cost in self.costs]
+        self.score_bytes = self._score_bytes(sequences) if platform == "gpu" else 0
         # keys and values of other devices in one layer
         keys = max((share.held for share in shares), default=0)
         self.remote_keys_bytes = sequences * keys
         self.state = state
 
+    @property
+    def adds_in_parts(self) -> bool:
+        """Whether the gradients of parts of the batch are summed."""
+        return self.run.batch.accumulation > 1 or self.staging is not None
+
+    @property
+    def splits_stacks(self) -> bool:
+        """Whether the loops over layers read slices of the stacks.
+
+        They do if some layers have another remat policy, or are of another kind.
+        """
+        return self.earlier_block is not None or self.flat_spec.period > 1
+
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether a layer's gradients are added to the sums (`step.gradients`).
+
+        Then no second tree exists. jax does so in the loop over a whole stack.
+        """
+        if not self.adds_in_parts or self.stored_itemsize != 4:
+            return False
+        whole = self.run.remat.every == 1 and not self.splits_stacks
+        return whole or self.staging is not None
+
+    def _score_bytes(self, sequences: int) -> int:
+        """Counts the bytes of attention scores and their gradients in one layer."""
+        dtype = self.run.precision.compute
+        scores = [
+            cost.score_bytes(self.rules, dtype, self.platform) for cost in self.costs
+        ]
+        traced = 2 * self.scale * self.block.scores
+        return sequences * max(scores, default=0) + traced
+
     # --- moments ----------------------------------------------------------------------
 
-    def in_update(self) -> Components:
-        """Counts state and gradients: new values replace old ones leaf by leaf."""
-        return self.state | {"gradients": self._sum(self.rules.gradient, 4)}
+    def in_update(self) -> Iterator[Components]:
+        """Counts the moments of the update: its start and its end.
+
+        All gradients exist at the start. New values then replace old ones leaf by leaf.
+        """
+        itemsize = 4 if self.adds_in_parts else self.stored_itemsize
+        yield self.state | {"gradients": self._sum(self.rules.gradient, itemsize)}
+        gathered = update_memory.gathered_bytes(
+            self.spec, self.rules, self.stored_itemsize, self.platform
+        )
+        orthogonalized = 0
+        if self.platform == "gpu":
+            orthogonalized = update_memory.orthogonalized_bytes(
+                self.spec, self.rules, self.run
+            )
+        yield self.state | {
+            "gradients": self._sum(self.rules.state, 4),
+            "gathered parameters": gathered,
+            "orthogonalized kernels": orthogonalized,
+        }
 
     def in_loss(self) -> Components:
         """Counts a chunk of logits with gradients, the head, and the layers' values."""
@@ -211,8 +281,7 @@ class _Step:
             # those of a chunk on all devices that share the vocabulary
             working_set += 2 * self._rows(chunk)
         return self._around_backward(self._kept()) | {
-            "gathered weights": self._head() * self.compute_itemsize
-            + self._gathered_once(),
+            "gathered weights": self._gathered_head() + self._gathered_once(),
             # logits in float32, and their gradient
             "logits": chunk * vocabulary * (4 + self.compute_itemsize),
             "working set": working_set,
@@ -267,12 +336,12 @@ class _Step:
                 }
             return
         gathered = self._gathered_once() or sum(block.weights) * self.compute_itemsize
-        work = self.scale * block.working
+        work = self.scale * block.working + self.score_bytes
         if self.kept_input_bytes < self.input_bytes:
             # With sequence parallelism, a part's input exists gathered as well.
             work += self.input_bytes
         unreduced = max(
-            4 * max(block.weights, default=0) - self.scale * block.largest, 0
+            4 * max(block.trained, default=0) - self.scale * block.largest, 0
         )
         if self.pressed:
             # One gradient takes the place of its value; programs with none and with
@@ -280,14 +349,21 @@ class _Step:
             work -= self.scale * block.largest
         elif self.platform == "tpu":
             work += self.scale * block.logsumexps * LANES * 4
-        elif gathered + work < 4 * sum(block.weights) + work // 2:
+        elif gathered + work < self._layer_gradients(block) + work // 2:
             # The moment in which all gradients exist is larger.
             gathered = 0
             work = work // 2
-            unreduced = 4 * sum(block.weights)
+            unreduced = self._layer_gradients(block)
         sizes["unreduced gradients"] += unreduced
         sizes["working set"] += work
         yield sizes | {"gathered weights": gathered}
+
+    def _layer_gradients(self, block: Block) -> int:
+        """Counts the float32 gradients of a layer, and the part of the sums they join."""
+        size = 4 * sum(block.trained)
+        if self.adds_in_place and self.rules.zero < 2:
+            return 2 * size
+        return size
 
     def _narrow_state(self) -> int:
         """Counts padded copies of experts' kernels and their state on TPU, in bytes.
@@ -327,11 +403,8 @@ class _Step:
             sizes["unreduced gradients"] = 0
             if not sizes["gradients"]:
                 sizes["gradients"] = 4 * self._head_shard()
-        layer_gradients = self._sum(self.rules.gradient, 4, "blocks")
+        layer_gradients = self._sum(self.rules.gradient, self.stored_itemsize, "blocks")
         if self.staging:
-            # A tick of the schedule reduces the head's gradient by itself.
-            sizes["unreduced gradients"] = 0
-            layer_gradients //= self.staging.config.chunks
             if self.policy == "layers":
                 # a chunk's inputs, taken from their slots
                 inputs = self.staging.kept_inputs * self.kept_input_bytes
@@ -339,13 +412,14 @@ class _Step:
             else:
                 block_bytes = self.scale * sum(size for _, size in self.block.kept)
                 sizes["working set"] = self.staging.dims[2] * block_bytes
-        sizes["gradients"] += layer_gradients
+        if not self.adds_in_place:
+            sizes["gradients"] += layer_gradients
         every = self.run.remat.every
         if every > 1:  # the loop over a group has stacks of its own
             share = every / max(self.flat_spec.depth * self.flat_spec.block_layers, 1)
             sizes["saved in a group"] = self._in_group()
             sizes["gradients"] += int(share * layer_gradients)
-            sizes["weights as computed"] += int(share * sizes["weights as computed"])
+            sizes["weights as computed"] += int(share * self._copied_stacks())
         return sizes
 
     def _around_backward(self, kept: Components) -> Components:
@@ -357,18 +431,39 @@ class _Step:
         sizes = self.state | kept
         # the sum of gradients of earlier parts
         sizes["gradients"] = 0
-        if self.run.batch.accumulation > 1 or self.staging:
+        if self.adds_in_parts:
             sizes["gradients"] = self._sum(self.rules.gradient, 4)
         sizes["unreduced gradients"] = 4 * self._head(trained=True)
-        # XLA moves casts (TPU) and copies in the order of gathers (GPU) of whole stacks
-        # out of the loops.
-        sizes["weights as computed"] = 0
-        if self.compute_itemsize != self.stored_itemsize:
-            sizes["weights as computed"] = self._sum(
-                self.rules.stored, self.compute_itemsize, "blocks"
-            )
+        sizes["weights as computed"] = self._stack_copies()
+        if self.splits_stacks and self.platform == "gpu":
+            sizes["weights as computed"] += self._copied_stacks()
         sizes["state, padded"] = self._narrow_state()
         return sizes
+
+    def _copied_stacks(self) -> int:
+        """Counts copies of the stacks for loops over some of the layers, in bytes."""
+        if self.platform != "gpu":
+            return self._stack_copies()
+        return self._sum(self.rules.stored, self.stored_itemsize, "blocks")
+
+    def _stack_copies(self) -> int:
+        """Counts copies of whole stacks of kernels that XLA makes before the loops.
+
+        TPUs cast all stacks to the compute dtype. GPUs keep the stored dtype, and
+        transpose the stacks whose shards are not rows of a layer's kernel: a gather
+        puts one shard behind the other.
+        """
+        if self.platform != "gpu":
+            if self.compute_itemsize == self.stored_itemsize:
+                return 0
+            return self._sum(self.rules.stored, self.compute_itemsize, "blocks")
+        params = self.run.precision.params
+        return sum(
+            shard_size(self.rules, self.rules.stored(names, x.shape), x.shape)
+            * stored_dtype(x, params).itemsize
+            for path, (x, names) in self.spec.named_parameters().items()
+            if in_stack(path) and gathers_inside(self.rules, names, x.shape)
+        )
 
     def _kept(self) -> Components:
         """Counts values that layers keep from the forward to the backward pass.
@@ -441,6 +536,21 @@ class _Step:
         if vocabulary:
             return local[names.index("vocab")]
         return math.prod(local) // self._vocabulary_parts()
+
+    def _gathered_head(self) -> int:
+        """Counts the bytes of the output head as the loss reads it.
+
+        A GPU reads a head that is stored whole in the compute dtype from its place.
+        """
+        table = self._head_table(trained=False)
+        if table is None:
+            return 0
+        dims, names = table
+        whole = self.rules.stored(names, dims) == self.rules.computed(names, dims)
+        same = self.stored_itemsize == self.compute_itemsize
+        if self.platform == "gpu" and whole and same:
+            return 0
+        return self._head() * self.compute_itemsize
 
     def _vocabulary_parts(self) -> int:
         """Counts the devices that split the head in the loss (`ops.cross_entropy`).

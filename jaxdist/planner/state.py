@@ -14,6 +14,7 @@ from jaxdist.optim.schedules import rate_of_one
 from jaxdist.parallel.offload import HOST as OFFLOADED
 from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.dim_names import STACKS, Names
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
 from jaxdist.step.layerwise import Trained
 from jaxdist.step.update import build_update_rule
@@ -139,6 +140,21 @@ def _frozen_bytes(spec: ModelSpec, rules: Rules, params: str) -> int:
 def shard_size(rules: Rules, sharding: P, dims: Sequence[int]) -> int:
     """Counts the elements of an array on a device."""
     return math.prod(rules.shard_dims(sharding, dims))
+
+
+def gathers_inside(rules: Rules, names: Names, dims: Sequence[int]) -> bool:
+    """Checks whether devices share a dim that is not the first of a layer's kernel.
+
+    Args:
+      rules: the sharding rules of the layout.
+      names: logical names of the parameter's dims.
+      dims: its sizes, with those of the stack.
+    """
+    stored = rules.shard_dims(rules.stored(names, dims), dims)
+    computed = rules.shard_dims(rules.computed(names, dims), dims)
+    stack = len(dims) - sum(name not in STACKS for name in names)
+    split = [i for i, size in enumerate(computed) if stored[i] < size]
+    return any(size > 1 for i in split for size in computed[stack:i])
 
 
 # cached by content, because a search needs each of them some thousand times

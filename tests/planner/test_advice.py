@@ -74,12 +74,15 @@ def test_the_cheapest_come_first(large):
 
 
 def test_edits_are_joined_where_none_alone_is_enough(large):
-    alone = [edit.words for edit in large[3]]
+    def keys(edits) -> list[str]:
+        """Lists the edits without values, which depend on the capacity."""
+        return [edit.words.partition("=")[0] for edit in edits]
+
     assert any(edit.enough for edit in large[3] if edit.override)
     joined, *found = advised("llama3_8b", "v5e:4x4", capacity=13 * 2**30)[3]
     assert joined.enough
     assert joined.words.count("--config.") > 1
-    assert [edit.words for edit in found] == alone
+    assert keys(found) == keys(large[3])
     assert not any(e.enough for e in found if e.override)
 
 

