@@ -113,14 +113,18 @@ def dry_run(
     flops = _step_flops(composition, built)
     if flops is not None:
         note(f"\nFLOPs of a step, on all devices: {count_text(flops)}")
+    compiled = most_bytes(sizes) if sizes else None
     fits = None if available is None else total <= available
+    if available is not None and not fits and memory.may_fit(total, available):
+        # The arithmetic may be too high.
+        fits = compiled is not None and compiled <= available
     if refusal:
         fits = False
     return DryRun(
         fits=fits,
         needed_bytes=total,
         available_bytes=available,
-        compiled_bytes=most_bytes(sizes) if sizes else None,
+        compiled_bytes=compiled,
         step_flops=flops,
         refusal=refusal,
         text="\n".join(lines),
@@ -175,6 +179,11 @@ def _verdict(total: int, available: int | None, what: str) -> str:
         return what
     if total <= available:
         return f"{total / available:.0%} of what there is: {what}"
+    if memory.may_fit(total, available):
+        return (
+            f"a device needs {bytes_text(total)}, and {what}. The arithmetic may be too "
+            f"high, so the compiler decides"
+        )
     return (
         f"DOES NOT FIT: a device needs {bytes_text(total)}, and {what}. {_SAVE_MEMORY}; "
         f"`jaxdist plan --fix` looks for a change that is enough"

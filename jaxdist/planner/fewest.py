@@ -50,6 +50,11 @@ class Row:
         """True if it fits: by the compiler if it was compiled, else by arithmetic."""
         return self.plan.fits if self.plan else self.peak_bytes <= self.capacity_bytes
 
+    @property
+    def may_fit(self) -> bool:
+        """Whether it fits by arithmetic, or exceeds the capacity a little."""
+        return memory.may_fit(self.peak_bytes, self.capacity_bytes)
+
     def overrides(self) -> list[str]:
         """Lists the row's overrides, `a.b=value`."""
         mesh = self.run.mesh
@@ -133,14 +138,15 @@ def fewest(run: RunConfig, family: str, *, say: Say = lambda line: None) -> Fewe
         except ConfigError as error:
             illegal[target.text] = error.faults[0]
             continue
-        verdict = "fits" if any(row.fits for row in stages) else "too small"
+        fits = any(row.fits for row in stages)
+        verdict = "fits" if fits else "too small"
         say(f"{target.text}: {verdict} by arithmetic")
         if best is None and compiled_sizes < MOST_SIZES:
             compiled = compile_in_turn(until_one_fits(_to_compile(stages)), compile)
             by_zero = {row.zero: row for row in compiled}
             stages = [by_zero.get(row.zero, row) for row in stages]
             best = next((row for row in compiled if row.fits), None)
-            if compiled:
+            if compiled and fits:
                 compiled_sizes += 1
         rows += stages
         if best or compiled_sizes == MOST_SIZES:
@@ -157,11 +163,13 @@ def fewest(run: RunConfig, family: str, *, say: Say = lambda line: None) -> Fewe
 def _to_compile(stages: Sequence[Row]) -> list[Row]:
     """Lists the rows of a size to compile: that with least work, then the smallest.
 
-    Only rows that fit by arithmetic are compiled.
+    Only rows that fit by arithmetic are compiled. If none does, that is the smallest
+    one, if the arithmetic may be too high.
     """
     fit = [row for row in stages if row.fits]
     if not fit:
-        return []
+        nearest = min(stages, key=lambda row: row.peak_bytes)
+        return [nearest] if nearest.may_fit else []
     # Each part gathers the weights again, so fewer parts count more than a lower ZeRO
     # stage.
     least_work = min(fit, key=lambda row: (row.run.batch.accumulation, row.zero))

@@ -95,6 +95,10 @@ class Policies:
         ]
         return sorted(fits, key=self._rank)
 
+    def may_fit(self, candidate: Candidate) -> bool:
+        """Checks whether a candidate fits, although the arithmetic may be too high."""
+        return memory.may_fit(self.needed(candidate), self.most)
+
     def fits(self, config: RematConfig) -> bool:
         """Checks whether a policy fits by arithmetic."""
         return self._is_within(self.accounted(config))

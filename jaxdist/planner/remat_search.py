@@ -130,7 +130,8 @@ def _next(
     """Chooses the next policy to compile.
 
     It is the best by arithmetic until one fits, and then the best of the policies that
-    a search of layouts uses.
+    a search of layouts uses. If none fits by arithmetic, it is the smallest one, if the
+    arithmetic may be too high.
     """
     tried = [layout.candidate.run.remat for layout in done]
     fastest = min(map(_seconds, fitting), default=math.inf)
@@ -140,7 +141,8 @@ def _next(
             continue
         if not fitting or policy in _PLAIN:
             return candidate
-    return None
+    least = policies.least()
+    return least if not done and policies.may_fit(least) else None
 
 
 def _seconds(layout: CompiledLayout) -> float:

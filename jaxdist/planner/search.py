@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxdist.parallel.axes import EXPERT
-from jaxdist.planner import layouts, on_target
+from jaxdist.planner import layouts, memory, on_target
 from jaxdist.planner.compiler import CompileOptions, Say
 from jaxdist.planner.document import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan
 from jaxdist.planner.layouts import Candidate, CompiledLayout
@@ -35,6 +35,8 @@ VARIANT_TIE = 0.02
 MAX_OF_LEADING_AXES = 2
 # most layouts on each set of axes that the search keeps, if they fit by arithmetic
 MAX_FITTING_OF_AXES = 24
+# most layouts that the compiler refuses and that do not count as finalists
+MAX_REFUSED = 2
 # slowest layout that the search keeps, by arithmetic: a multiple of the fastest
 MAX_SLOWDOWN = 1.5
 
@@ -208,7 +210,9 @@ def _cpu_seconds() -> float:
 def _select_fitting(
     candidates: Sequence[Candidate], target: Target
 ) -> tuple[list[Candidate], dict[str, int]]:
-    """Selects the candidates that fit by arithmetic.
+    """Selects the candidates that fit by arithmetic, or that exceed the limit a little.
+
+    The arithmetic may be too high, so the compiler judges the latter.
 
     Returns:
       The candidates, the fastest first, and the number of candidates by outcome. If
@@ -216,6 +220,7 @@ def _select_fitting(
     """
     most = target.freely_used(target.usable_bytes or math.inf)
     fitting = list[Candidate]()
+    nearly = 0
     too_large = 0
     too_slow = 0
     too_many = 0
@@ -234,18 +239,20 @@ def _select_fitting(
         if kinds[candidate.axes] == MAX_FITTING_OF_AXES:
             too_many += 1
             continue
-        if candidate.accounted_bytes > most:
+        if not memory.may_fit(candidate.accounted_bytes, most):
             too_large += 1
-        else:
-            kinds[candidate.axes] += 1
-            fitting.append(candidate)
+            continue
+        nearly += candidate.accounted_bytes > most
+        kinds[candidate.axes] += 1
+        fitting.append(candidate)
     counts = {
         "layouts": len(candidates),
         "with too much state": len(candidates) - len(possible),
         "with too many activations": too_large,
         f"slower than {MAX_SLOWDOWN} x the fastest": too_slow,
         f"behind {MAX_FITTING_OF_AXES} on the same axes": too_many,
-        "fit": len(fitting),
+        f"at most {memory.OVERESTIMATE:.0%} too large": nearly,
+        "fit": len(fitting) - nearly,
     }
     if not fitting:
         least = min(candidate.state_bytes for candidate in candidates)
@@ -267,7 +274,7 @@ class _Finals:
     """The compilation of the most promising candidates.
 
     Args:
-      fitting: candidates that fit by arithmetic, the fastest first.
+      fitting: candidates that may fit by arithmetic, the fastest first.
       target: the hardware.
       options: compiler flags and limits.
       finalists: most layouts to compile.
@@ -306,7 +313,8 @@ class _Finals:
 
         Few layouts are compiled on the same mesh axes, so that different ones are seen.
         """
-        if len(done) >= self.finalists:
+        refused = sum(layout.fits is False for layout in done)
+        if len(done) - min(refused, MAX_REFUSED) >= self.finalists:
             self.stopped = f"{self.finalists} were compiled"
             return None
         hopeful = self._hopeful(done)

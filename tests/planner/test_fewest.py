@@ -211,3 +211,20 @@ def test_a_run_that_is_legal_nowhere_says_why(monkeypatch):
     monkeypatch.setattr(fewest, "MOST_CHIPS", 16)
     with pytest.raises(ConfigError, match="--fewest=h100"):
         fewest.fewest(run_of("llama3_8b", **{"mesh.tensor": 7}), "h100")
+
+
+def test_a_size_that_is_a_little_too_small_by_arithmetic_is_compiled():
+    def row(peak_bytes: int) -> fewest.Row:
+        return fewest.Row(
+            run=run_of("quickstart"),
+            target=targets.parse("h100:1x1"),
+            zero=0,
+            peak_bytes=peak_bytes,
+            state_bytes=1,
+            capacity_bytes=1000,
+        )
+
+    nearest, far = row(1090), row(1110)
+    assert fewest._to_compile([far, nearest]) == [nearest]
+    assert fewest._to_compile([far]) == []
+    assert fewest._to_compile([nearest, row(900)]) == [row(900)]

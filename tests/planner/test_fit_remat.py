@@ -13,7 +13,14 @@ from jaxdist import plan, train
 from jaxdist.config import ConfigError, schema
 from jaxdist.parallel.mesh import resolve_mesh
 from jaxdist.parallel.remat import RematConfig
-from jaxdist.planner import fit_remat, layouts, memory, policies, targets
+from jaxdist.planner import (
+    fit_remat,
+    layouts,
+    memory,
+    policies,
+    remat_search,
+    targets,
+)
 from jaxdist.trainer import validation, workdir
 from jaxdist.trainer.run_config import RunConfig
 from support.runs import overrides, refused, run_of
@@ -225,3 +232,22 @@ def test_train_resolves_it_once(tmp_path, capsys):
     staged = overrides("mesh.fsdp=4", "mesh.pipeline=2", "pipeline.microbatches=2")
     (fault,) = refused(capsys, *arguments, *staged)
     assert "stages of a pipeline recompute" in fault
+
+
+@pytest.mark.parametrize("may_fit", [True, False])
+def test_the_smallest_policy_is_compiled_if_the_arithmetic_may_be_too_high(may_fit):
+    least = object()
+
+    class Full:
+        """Policies of which none fits by arithmetic."""
+
+        def best(self) -> list[object]:
+            return []
+
+        def least(self) -> object:
+            return least
+
+        def may_fit(self, candidate: object) -> bool:
+            return may_fit
+
+    assert remat_search._next(Full(), [], []) is (least if may_fit else None)

@@ -9,6 +9,7 @@ import json
 import math
 from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -401,3 +402,52 @@ def test_time_up_compiles_nothing_more(tmp_path):
     assert found.exit_code == 4
     assert found.summary["stopped"] == "the time was up"
     assert not found.compiled
+
+
+def test_layouts_that_are_a_little_too_large_are_left_to_the_compiler():
+    """The arithmetic may be too high by as much."""
+
+    def candidate(bytes_: int, step_s: float) -> SimpleNamespace:
+        return SimpleNamespace(
+            accounted_bytes=bytes_,
+            state_bytes=1,
+            estimate=SimpleNamespace(step_s=step_s),
+            axes=("fsdp",),
+            complexity=1,
+        )
+
+    target = SimpleNamespace(usable_bytes=1000, freely_used=lambda most: most)
+    of_sizes = [candidate(900, 1.3), candidate(1090, 1.1), candidate(1110, 1.0)]
+    found, counts = search._select_fitting(of_sizes, target)
+    assert [one.accounted_bytes for one in found] == [1090, 900]
+    assert counts["fit"] == counts["at most 10% too large"] == 1
+    assert counts["with too many activations"] == 1
+
+
+def test_layouts_that_the_compiler_refuses_do_not_end_a_search():
+    candidates = [
+        SimpleNamespace(
+            accounted_bytes=1000 - i,
+            estimate=SimpleNamespace(step_s=1.0, bound_s=0.5),
+            axes=("fsdp",),
+            run=SimpleNamespace(remat=SimpleNamespace(policy="full")),
+        )
+        for i in range(9)
+    ]
+    finals = search._Finals(
+        candidates,
+        targets.parse("cpu:2"),
+        CompileOptions(),
+        finalists=1,
+        ends=math.inf,
+        expert_load=1.0,
+        say=lambda line: None,
+    )
+    done = [
+        SimpleNamespace(candidate=one, fits=False, seconds=math.inf)
+        for one in candidates
+    ]
+    for count in range(1 + search.MAX_REFUSED):
+        assert finals.choose(done[:count]) is candidates[count]
+    assert finals.choose(done[: 1 + search.MAX_REFUSED]) is None
+    assert finals.stopped == "1 were compiled"
