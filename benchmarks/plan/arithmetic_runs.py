@@ -47,12 +47,12 @@ quickstart-8                 | h100:1x8 | quickstart | batch.global_size=64
 quickstart-accumulation      | h100:1x8 | quickstart | batch.global_size=64 batch.accumulation=4
 vit-digits                   | a100:1x1 | vit_digits
 vit-digits-8                 | h100:1x8 | vit_digits | batch.global_size=512
-gpt2                         | a100:1x1 | gpt2_124m | batch.global_size=32
-gpt2-8                       | h100:1x8 | gpt2_124m
+gpt2                         | a100:1x1 | gpt2_124m | batch.global_size=32 batch.accumulation=1
+gpt2-8                       | h100:1x8 | gpt2_124m | batch.accumulation=1
 gpt2-8-accumulation          | h100:1x8 | gpt2_124m | batch.accumulation=4
-gpt2-8-zero1                 | h100:1x8 | gpt2_124m | mesh.data=1 mesh.fsdp=8 mesh.zero=1
+gpt2-8-zero1                 | h100:1x8 | gpt2_124m | mesh.data=1 mesh.fsdp=8 mesh.zero=1 batch.accumulation=1
 gpt2-8-zero2-accumulation    | h100:1x8 | gpt2_124m | mesh.data=1 mesh.fsdp=8 mesh.zero=2 batch.accumulation=4
-gpt2-8-full-remat            | h100:1x8 | gpt2_124m | remat.policy=full
+gpt2-8-full-remat            | h100:1x8 | gpt2_124m | remat.policy=full batch.accumulation=1
 gpt2-8-bfloat16              | h100:1x8 | gpt2_124m | precision.params=bfloat16 batch.accumulation=4
 sft-lora                     | a100:1x1 | sft_lora | init.from_run= @quick
 finetune-0.5b                | a100:1x1 | finetune | init.required=false train.epochs=0 @0.5b
@@ -108,8 +108,8 @@ mixtral                      | h100:4x8 | mixtral_8x7b | batch.global_size=32
 mixtral-expert               | h100:4x8 | mixtral_8x7b | batch.global_size=32 mesh.fsdp=4 mesh.expert=8
 qwen3                        | h100:4x8 | qwen3_30b_a3b | batch.global_size=32
 qwen3-accumulation           | h100:4x8 | qwen3_30b_a3b | batch.global_size=64 batch.accumulation=2
-gpt2-v5e                     | v5e:2x4  | gpt2_124m | batch.global_size=64
-gpt2-v5e-zero1               | v5e:2x4  | gpt2_124m | mesh.data=1 mesh.fsdp=8 mesh.zero=1 batch.global_size=128
+gpt2-v5e                     | v5e:2x4  | gpt2_124m | batch.global_size=64 batch.accumulation=1
+gpt2-v5e-zero1               | v5e:2x4  | gpt2_124m | mesh.data=1 mesh.fsdp=8 mesh.zero=1 batch.global_size=128 batch.accumulation=1
 7b-v5p-zero1                 | v5p:2x2x2 | llama2_7b | batch.global_size=32 mesh.zero=1
 7b-v5p-zero2-accumulation    | v5p:2x2x2 | llama2_7b | batch.global_size=32 mesh.zero=2 batch.accumulation=4
 7b-v5p-pipeline              | v5p:2x2x2 | llama2_7b | batch.global_size=32 mesh.pipeline=2 mesh.fsdp=4 pipeline.microbatches=8
