@@ -7,7 +7,6 @@ import math
 
 from jaxdist.optim.roles import role_of
 from jaxdist.parallel.sharding import Rules
-from jaxdist.planner.state import shard_size
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.trainer.run_config import RunConfig
 
@@ -33,7 +32,7 @@ def gathered_bytes(spec: ModelSpec, rules: Rules, itemsize: int, platform: str) 
       platform: tpu, gpu or cpu.
     """
     whole = sum(
-        shard_size(rules, rules.stored(names, x.shape), x.shape)
+        math.prod(rules.shard_dims(rules.stored(names, x.shape), x.shape))
         for x, names in spec.named_trainable().values()
         if rules.state(names, x.shape) != rules.stored(names, x.shape)
     )
@@ -43,8 +42,8 @@ def gathered_bytes(spec: ModelSpec, rules: Rules, itemsize: int, platform: str) 
 def orthogonalized_bytes(spec: ModelSpec, rules: Rules, run: RunConfig) -> int:
     """Counts the kernels that Muon orthogonalizes, in bytes.
 
-    XLA for GPUs runs Newton-Schulz iterations for all kernels at once. Each needs a whole kernel in
-    float32, and its next iterate.
+    XLA for GPUs runs the Newton-Schulz iterations of all kernels at once. Each needs a
+    whole kernel in float32, and its next iterate.
     """
     if run.optimizer.name != "muon":
         return 0

@@ -7,8 +7,7 @@ from jaxdist.data.dataset import SourceError
 from jaxdist.distributed import coordination
 from jaxdist.telemetry.display import Display
 from jaxdist.telemetry.metrics import EXTENDED
-from jaxdist.telemetry.traffic import Roofline
-from jaxdist.trainer import compose, elastic, model_flops
+from jaxdist.trainer import compose, elastic, model_flops, published_mfu
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd
 from jaxdist.trainer.loop import Trainer, TrainingStopped
 from jaxdist.trainer.preemption import StopSignals
@@ -76,7 +75,7 @@ def train_to_end(
     end = trainer.end_without_steps(start.state)
     if end is not None:
         return end
-    _report_start(run, callbacks, saver, schedule, start.roofline)
+    _report_start(run, callbacks, saver, schedule, start)
     try:
         state, reason = trainer.train(start.state)
     except (
@@ -97,9 +96,11 @@ def _report_start(
     callbacks: CallbackList,
     saver: Saver,
     schedule: SettledSchedule,
-    roofline: Roofline | None,
+    start: Start,
 ) -> None:
     """Writes the events of a start, which are the first that loggers receive."""
+    for line in published_mfu.lines(run.composition, run.devices[0]):
+        run.note(line)
     step = run.progress.step
     devices = len(run.devices)
     callbacks.phase("data", step + 1)
@@ -107,8 +108,8 @@ def _report_start(
     if resized:
         run.event("resize", step, **resized)
     facts: dict[str, object] = {"devices": devices, "processes": jax.process_count()}
-    if roofline is not None:
-        facts["roofline"] = roofline.to_json()
+    if start.roofline is not None:
+        facts["roofline"] = start.roofline.to_json()
     run.event("start", step, **facts)
     saver.report_bad_checkpoints()
     for part in schedule.steps.extensions:

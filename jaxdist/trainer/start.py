@@ -9,15 +9,13 @@ import jax
 
 from jaxdist.checkpoint import manager
 from jaxdist.data.dataset import Dataset
-from jaxdist.distributed import consistency, coordination, initialize
+from jaxdist.distributed import consistency, coordination
 from jaxdist.step.state import State
 from jaxdist.telemetry import clock
-from jaxdist.telemetry.flops import is_uncounted, jaxpr_flops
 from jaxdist.telemetry.traffic import Roofline
 from jaxdist.telemetry.units import time_text
 from jaxdist.trainer import data_position, restore, run_metadata, step_limit
 from jaxdist.trainer.callbacks import Run
-from jaxdist.trainer.compose import batch_shapes
 from jaxdist.trainer.data_position import DataPosition
 from jaxdist.trainer.health import SkippingDataset
 from jaxdist.trainer.run_metadata import InitialState, Progress, progress_of
@@ -83,8 +81,8 @@ def init_or_restore(
         phase("compile", step)
         work, seconds = compiled.result()
         run.note(f"compiled the step in {time_text(seconds)}")
-        for line in step_limit.lines(run.composition, run.devices[0], work.roofline):
-            run.note(line)
+        if work.roofline is not None:
+            run.note(f"the step is {work.roofline.text()}")
         consistency.agree(lambda: {"data left out": first.windows})
         skipping = SkippingDataset(dataset, first.windows)
         if skipping.position(step) > 0 and step < run.config.train.steps:
@@ -149,33 +147,8 @@ def _restore(
     )
 
 
-class StepWork(NamedTuple):
-    """The work of a compiled step."""
-
-    # FLOPs on all devices together; None = parts of it cannot be counted
-    flops: float | None
-    roofline: Roofline | None  # what limits the step; None = unknown
-
-
-def _compile_in_time(run: Run) -> tuple[StepWork, float]:
+def _compile_in_time(run: Run) -> tuple[step_limit.StepWork, float]:
     """Compiles the step; returns its work and the seconds that this took."""
     began = time.monotonic()
-    work = compile_step(run)
+    work = step_limit.compile_step(run)
     return work, time.monotonic() - began
-
-
-def compile_step(run: Run) -> StepWork:
-    """Compiles the train step for the run's batches and counts its work.
-
-    The compiled program stays in jax's cache, where the step's first call finds it.
-    Calling the compiled object itself costs the host a fifth more time per step.
-    """
-    built = run.built
-    batch = built.abstract_batch(batch_shapes(run.config))
-    traced = built.step.trace(built.abstract_state, batch)
-    lowered = traced.lower()
-    with initialize.lead_first("step"):
-        compiled = lowered.compile()
-    flops = None if is_uncounted(traced.jaxpr) else jaxpr_flops(traced.jaxpr)
-    limit = step_limit.roofline(run.composition, run.devices[0], flops, compiled)
-    return StepWork(flops, limit)

@@ -136,6 +136,7 @@ def test_two_machines_become_one_and_two_again(machines):
     assert lost(machines) == ["machine a is lost"]
 
 
+@pytest.mark.slow
 def test_too_few_machines_wait_for_another(machines):
     for name in ("a", "b"):
         machines.start(name, "--nnodes", "2:2", *FAST)

@@ -49,7 +49,14 @@ def test_a_run_is_as_close_as_the_docs_say(name):
     assert script.error_of(row) < memory.OVERESTIMATE or small
 
 
-@pytest.mark.parametrize("run", script.RUNS, ids=lambda run: run.name)
+# By default every sixth run is computed again, the others in the slow tests.
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, id=run.name, marks=[pytest.mark.slow] * bool(number % 6))
+        for number, run in enumerate(script.RUNS)
+    ],
+)
 def test_the_recorded_arithmetic_is_todays(run):
     if "lora.base" in run.command:
         pytest.importorskip("qwix")

@@ -6,7 +6,13 @@ import jax
 import pytest
 
 from jaxdist.hardware import chips
-from jaxdist.trainer import run_config, step_limit, training, validation
+from jaxdist.trainer import (
+    published_mfu,
+    run_config,
+    step_limit,
+    training,
+    validation,
+)
 from support.runs import SMALL_MODEL, run_of
 
 
@@ -58,10 +64,10 @@ def test_on_an_unknown_chip_a_run_says_nothing(tmp_path, capfd):
     ],
 )
 def test_published_mfu_is_of_dense_models_of_the_size(name, changes, said, monkeypatch):
-    monkeypatch.setattr(step_limit, "chip_for", lambda kind: chips.FAMILIES["h100"])
+    monkeypatch.setattr(published_mfu, "chip_for", lambda kind: chips.FAMILIES["h100"])
     run = run_of(name, **changes)
     composition = validation.validate(run, jax.devices()[:1], with_data=False)
-    lines = list(step_limit.lines(composition, jax.devices()[0], None))
+    lines = list(published_mfu.lines(composition, jax.devices()[0]))
     assert len(lines) == len(said)
     for line, begin in zip(lines, said, strict=True):
         assert line.startswith(begin)
