@@ -95,6 +95,9 @@ finetune-0.5b-lora           | a100:1x1 | finetune:lora | init.required=false tr
 8b-data-fsdp                 | h100:4x8 | llama3_8b | mesh.data=4 mesh.fsdp=8 batch.accumulation=2
 8b-pipeline                  | h100:1x8 | llama3_8b | mesh.fsdp=4 mesh.pipeline=2 pipeline.microbatches=8 batch.global_size=32
 8b-pipeline-zero1            | h100:2x8 | llama3_8b | mesh.fsdp=4 mesh.pipeline=4 mesh.zero=1 pipeline.microbatches=8 batch.global_size=32
+8b-pipeline-full             | h100:1x8 | llama3_8b | mesh.data=1 mesh.fsdp=4 mesh.pipeline=2 mesh.zero=1 pipeline.remat=full pipeline.microbatches=8
+8b-pipeline-bfloat16         | h100:1x8 | llama3_8b | mesh.data=1 mesh.fsdp=4 mesh.pipeline=2 mesh.zero=1 precision.params=bfloat16 pipeline.microbatches=8
+70b-parameters-on-host       | h100:1x8 | llama2_70b | batch.global_size=8 offload.optimizer=true offload.parameters=true
 8b-interleaved               | h100:2x8 | llama3_8b | mesh.fsdp=4 mesh.pipeline=4 pipeline.schedule=interleaved pipeline.chunks=2 pipeline.microbatches=8 batch.global_size=32
 8b-long                      | h100:1x8 | llama3_8b | mesh.fsdp=2 mesh.context=4 batch.sequence_length=32768 batch.global_size=2
 8b-windows                   | h100:1x8 | llama3_8b | model.layer_pattern=local,global model.window=1024 batch.accumulation=4

@@ -266,10 +266,11 @@ class _Step:
 
         Then no second tree exists. jax does so in the loop over a whole stack.
         """
+        if self.staging:
+            return self.policy == "layers"
         if not self.adds_in_parts or self.stored_itemsize != 4:
             return False
-        whole = self.run.remat.every == 1 and not self.splits_stacks
-        return whole or self.staging is not None
+        return self.run.remat.every == 1 and not self.splits_stacks
 
     def _score_bytes(self, sequences: int) -> int:
         """Counts the bytes of attention scores and their gradients in one layer."""
@@ -440,6 +441,8 @@ class _Step:
                 sizes["gradients"] = 4 * self._head_shard()
         layer_gradients = self._sum(self.rules.gradient, self.stored_itemsize, "blocks")
         if self.staging:
+            # those of a chunk
+            layer_gradients //= self.staging.config.chunks
             if self.policy == "layers":
                 # a chunk's inputs, taken from their slots
                 inputs = self.staging.kept_inputs * self.kept_input_bytes

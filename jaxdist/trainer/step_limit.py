@@ -59,7 +59,8 @@ def roofline(
         return None  # nobody waits for the text of the program
     try:
         moved = traffic.program_bytes(compiled.as_text() or "")
-    except ValueError:  # this backend prints no program
+    # This backend prints no program, or in a form of its own. That ends no run.
+    except (ValueError, LookupError):
         return None
     flops = step_flops / composition.shape.num_devices
     return traffic.roofline(flops, moved, chip, composition.config.precision.peak)
