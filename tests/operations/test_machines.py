@@ -3,6 +3,8 @@ what a lost machine costs, and when all end.
 """
 
 import contextlib
+import errno
+import functools
 import json
 import os
 import random
@@ -18,10 +20,12 @@ import pytest
 from jaxdist import launch
 from jaxdist.operations.launch import (
     generations,
+    machine_agent,
     reach,
     rendezvous,
     roster,
     run_progress,
+    supervisor,
 )
 from jaxdist.telemetry.metrics import read_events
 
@@ -552,6 +556,79 @@ def test_tries_to_reach_process_0_end_after_a_while():
         assert tries.succeeded
     assert not reach.is_reachable("no.such.host.invalid", port)
     assert not reach.Reach("", 0).attempt(listens=True)
+
+
+@pytest.fixture
+def lone_agent(tmp_path, monkeypatch):
+    """An agent with a clock of its own, and the list [seconds] of that clock."""
+    now = [0.0]
+    monkeypatch.setattr(
+        machine_agent,
+        "Rendezvous",
+        functools.partial(rendezvous.Rendezvous, clock=lambda: now[0]),
+    )
+    options = supervisor.SupervisorOptions(["true"], processes=1)
+    machines = roster.MachineOptions(1, 1, tmp_path / "agents", "a", "127.0.0.1")
+    agent = machine_agent.MachineAgent(options, machines, say=lambda _: None)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(agent, "_sleep", sleep)
+    return agent, now
+
+
+def test_a_folder_may_be_away_for_a_while_after_a_long_generation(
+    lone_agent, monkeypatch
+):
+    agent, now = lone_agent
+    folder, away = agent.machines.folder, agent.machines.folder.with_name("away")
+    generations_run: list[int] = []
+
+    def run(generation):
+        generations_run.append(generation.number)
+        agent._running = generation.number
+        if len(generations_run) == 2:
+            agent.stop_requests = 1
+            return 75
+        now[0] += 5_000
+        agent._rendezvous.update()
+        folder.rename(away)
+        now[0] += 100
+        agent._report({0: 1})
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] > 5_400 and away.exists():
+            away.rename(folder)
+
+    monkeypatch.setattr(agent, "_run_generation", run)
+    monkeypatch.setattr(agent, "_sleep", sleep)
+    assert agent._take_turns() == 75
+    assert generations_run == [1, 2]
+
+
+def test_a_folder_that_stays_away_ends_the_agent(lone_agent):
+    agent, now = lone_agent
+    agent.machines.folder.rename(agent.machines.folder.with_name("away"))
+    assert agent._take_turns() == 70
+    assert 600 <= now[0] < 602
+
+
+def test_a_folder_without_room_is_no_loss(tmp_path, monkeypatch):
+    fleet = Fleet(tmp_path, "ab", 2, 2)
+    fleet.pass_time(3)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(rendezvous.atomic, "write_text", fail)
+        fleet.pass_time(60)
+        assert not fleet.views["a"].is_cut_off()
+    fleet.pass_time(5)
+    assert fleet.views["a"].order is None
+    assert fleet.generation.number == 1
 
 
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))]

@@ -94,13 +94,12 @@ class MachineAgent(Supervisor):
             ) from None
 
     def _take_turns(self) -> int:
-        answered = self._rendezvous.clock()  # when the folder last answered
         self.say(
             f"agent {self.machines.name} meets others in {self.machines.folder}, "
             f"{self.machines.least} to {self.machines.most} machines"
         )
         try:
-            while self._rendezvous.clock() - answered <= WAIT_S:
+            while self._rendezvous.unanswered_s() <= WAIT_S:
                 self._look(soon=True)
                 code = self._final_code()
                 if code is None and self._takes_part(self._rendezvous.generation):
@@ -109,8 +108,6 @@ class MachineAgent(Supervisor):
                         code = None  # that of all machines counts
                 if code is not None:
                     return code
-                if not self._rendezvous.is_cut_off():
-                    answered = self._rendezvous.clock()
                 self._sleep(_LOOK_S)
             self.say(f"stopping: {self.machines.folder} does not answer")
             return EXIT_PEER_LOST

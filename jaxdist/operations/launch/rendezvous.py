@@ -9,6 +9,7 @@ any agent.
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -25,6 +26,7 @@ _MAX_BYTES = 1 << 20  # bytes of the largest file
 _KEPT = 20  # generations whose files are kept
 _BEATS = 5  # heartbeats in the time after which an agent is lost
 _MAX_BEAT_S = 2.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a folder without room
 
 Row = TypeVar("Row")
 
@@ -123,6 +125,8 @@ class Rendezvous:
         self._changed: dict[str, tuple[float, bool]] = {}
         self._next_beat = clock()
         self._last_success = clock()
+        # from when the others could be heard: this agent joined, or could write again
+        self._heard_since = clock()
         self._read_all()
         self.joined_at = self.generation.number
 
@@ -144,8 +148,9 @@ class Rendezvous:
     def update(self, *, soon: bool = False, **changes: Any) -> None:
         """Writes the own record with changed facts, and reads all files.
 
-        A folder that does not answer for a while is no error. Writing into the folder
-        first makes a network file system show what is new in it.
+        A folder that does not answer for a while is no error. One without room still
+        answers: the others can be read. Writing into the folder first makes a network
+        file system show what is new in it.
 
         Args:
           soon: the next heartbeat is due soon, as nothing else is to be done.
@@ -154,15 +159,24 @@ class Rendezvous:
         now = self.clock()
         self._next_beat = now + self.beat_s / (4 if soon else 1)
         self.own = dataclasses.replace(self.own, beat=self.own.beat + 1, **changes)
-        with contextlib.suppress(OSError):
+        try:
             text = json.dumps(dataclasses.asdict(self.own))
             atomic.write_text(self._record_path(self.own.name), text)
+        except OSError as error:
+            self._heard_since = now  # the others may be unable to write, too
+            if error.errno not in _FULL:
+                return
+        with contextlib.suppress(OSError):
             self._read_all()
             self._last_success = now
 
+    def unanswered_s(self) -> float:
+        """Computes the seconds since the folder last answered."""
+        return self.clock() - self._last_success
+
     def is_cut_off(self) -> bool:
         """Tests whether the others must count this agent as lost."""
-        return self.clock() - self._last_success > self.lost_s
+        return self.unanswered_s() > self.lost_s
 
     # --- the others -------------------------------------------------------------------
 
@@ -197,10 +211,11 @@ class Rendezvous:
         """Tests whether a member has ended, restarted or fallen silent."""
         name, token = member
         record = self.records.get(name)
-        if record is None or record.token != token or record.left:
+        if record is not None and (record.token != token or record.left):
             return True
-        changed, _ = self._changed[name]
-        return token != self.own.token and self.clock() - changed > self.lost_s
+        changed, _ = self._changed.get(name, (self._heard_since, False))
+        silent_s = self.clock() - max(changed, self._heard_since)
+        return token != self.own.token and silent_s > self.lost_s
 
     def report(self, member: tuple[str, str]) -> dict[int, int] | None:
         """Finds the exit codes of a member's processes; None if they have not ended."""
