@@ -482,6 +482,41 @@ def test_agents_that_were_all_restarted_begin_anew(tmp_path):
     assert (fleet.generation.number, fleet.members) == (4, "ab")
 
 
+def test_an_agent_with_the_first_name_continues_the_counts(tmp_path):
+    """It is started between two generations, and has heard of no other agent yet."""
+    fleet = Fleet(tmp_path, "bcd", 1, 4)
+    fleet.pass_time(8)
+    fleet.end(b=1, c=70, d=70)
+    fleet.join("a")
+    fleet.views["a"].update()
+    assert fleet.views["a"].leads()
+    fleet.leaders["a"].decide()
+    fleet.pass_time(8)
+    assert fleet.members == "bcd"
+    assert fleet.generation.failures == ("process 0 exited with 1 on machine b",)
+
+
+def test_agents_that_have_all_died_are_no_loss_to_a_new_one(tmp_path):
+    fleet = Fleet(tmp_path, "bc", 1, 4)
+    fleet.pass_time(8)
+    fleet.end(b=1, c=70)
+    fleet.views.clear()
+    fleet.join("a")
+    fleet.pass_time(9)
+    assert fleet.generation.number == 1
+    fleet.pass_time(8)
+    assert (fleet.members, fleet.generation.failures) == ("a", ())
+
+
+def test_a_member_without_a_record_is_lost_after_a_while(tmp_path):
+    fleet = Fleet(tmp_path, "a", 1, 1)
+    view = fleet.views["a"]
+    fleet.pass_time(10)
+    assert not view.is_lost(("b", "token"))
+    fleet.pass_time(1)
+    assert view.is_lost(("b", "token"))
+
+
 def test_malformed_files_are_ignored(tmp_path):
     fleet = Fleet(tmp_path, "ab", 2, 2)
     for name in ("agent-x.json", "generation-000007.json", "order-000000.json"):

@@ -73,6 +73,9 @@ class Leader:
             self._watch(generation)
             return
         if self._continued is None or self._continued.number != generation.number:
+            is_old = generation.number <= self._rendezvous.joined_at
+            if is_running and is_old and not self._is_known(generation):
+                return
             if is_running and not self._is_of_earlier_agents(generation):
                 self._continued = self._after(generation)
             else:
@@ -87,9 +90,14 @@ class Leader:
 
     def _is_of_earlier_agents(self, generation: Generation) -> bool:
         """Tests whether all agents of a generation have ended before this one began."""
-        alive = {record.id for record in self._rendezvous.alive()}
         is_old = generation.number <= self._rendezvous.joined_at
-        return is_old and not alive & set(generation.members)
+        return is_old and all(map(self._rendezvous.is_lost, generation.members))
+
+    def _is_known(self, generation: Generation) -> bool:
+        """Tests whether a member is known to live, or all are known to be lost."""
+        alive = {record.id for record in self._rendezvous.alive()}
+        is_any_alive = not alive.isdisjoint(generation.members)
+        return is_any_alive or all(map(self._rendezvous.is_lost, generation.members))
 
     # --- a running generation ---------------------------------------------------------
 
