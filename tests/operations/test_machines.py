@@ -493,7 +493,7 @@ def test_an_agent_with_the_first_name_continues_the_counts(tmp_path):
     fleet.leaders["a"].decide()
     fleet.pass_time(8)
     assert fleet.members == "bcd"
-    assert fleet.generation.failures == ("process 0 exited with 1 on machine b",)
+    assert fleet.generation.failures == ("process 0 ended with exit code 1 on machine b",)
 
 
 def test_agents_that_have_all_died_are_no_loss_to_a_new_one(tmp_path):
@@ -523,6 +523,30 @@ def test_malformed_files_are_ignored(tmp_path):
         (fleet.folder / name).write_text('{"name": ["x"], "number": -1}')
     fleet.pass_time(3)
     assert fleet.members == "ab"
+
+
+def test_an_empty_file_of_the_next_generation_is_skipped(tmp_path):
+    """A power failure may leave one."""
+    fleet = Fleet(tmp_path, "ab", 2, 2)
+    (fleet.folder / "generation-000001.json").touch()
+    fleet.pass_time(9)
+    assert fleet.members == ""  # it may be late on a network file system
+    fleet.pass_time(4)
+    assert (fleet.generation.number, fleet.members) == (2, "ab")
+    fleet.end(a=1, b=70)
+    fleet.pass_time(2)
+    assert fleet.generation.number == 3
+
+
+def test_a_folder_without_hard_links_is_refused(tmp_path, monkeypatch, capsys):
+    def link(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", link)
+    flags = ["--nnodes", "1:2", "--meet-in", str(tmp_path)]
+    assert launch.main([*flags, "--", "true"]) == 78
+    assert "a hard link cannot be made" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_capacity_file_bounds_the_machines(tmp_path):

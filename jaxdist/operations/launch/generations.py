@@ -223,7 +223,9 @@ class Leader:
 
     def _finish(self, end: Generation) -> None:
         self._rendezvous.publish(
-            dataclasses.replace(end, number=end.number + 1, members=())
+            dataclasses.replace(
+                end, number=self._rendezvous.next_number(), members=()
+            )
         )
 
     def _begin(self, previous: Generation) -> None:
@@ -262,7 +264,7 @@ class Leader:
         self._rendezvous.publish(
             dataclasses.replace(
                 previous,
-                number=previous.number + 1,
+                number=self._rendezvous.next_number(),
                 members=tuple(record.id for record in members),
                 address=members[0].address,
                 port=members[0].port,

@@ -56,6 +56,7 @@ class MachineAgent(Supervisor):
                 f"{machines.folder}: cannot be used ({error.strerror}). The agents of all "
                 f"machines meet there. Give a folder that all can write: --meet-in FOLDER."
             ) from error
+        self._check_links()
         roster = Roster(
             machines,
             self._rendezvous,
@@ -73,6 +74,16 @@ class MachineAgent(Supervisor):
         self._running = 0  # generation of the processes that run, or ran last
         self._reach = Reach("", 0)  # tries to reach its process 0
         self._fault = ""  # reason for which this agent cannot take part
+
+    def _check_links(self) -> None:
+        try:
+            self._rendezvous.check_links()
+        except OSError as error:
+            raise ConfigError(
+                f"{self.machines.folder}: a hard link cannot be made ({error.strerror}). "
+                f"Agents decide by hard links. Give a folder of a local disk or of NFS: "
+                f"--meet-in FOLDER."
+            ) from error
 
     def run(self, *, is_last: bool = True) -> int:
         """Takes part in generations until the run ends for good.

@@ -121,6 +121,8 @@ class Rendezvous:
         self.generation = Generation()
         self.order: Order | None = None
         self.records: dict[str, Record] = {}
+        # the newest generation's file that is not sound, and since when
+        self._unsound: tuple[int, float] = (0, clock())
         # when a record last changed, and whether this agent has seen it change
         self._changed: dict[str, tuple[float, bool]] = {}
         self._next_beat = clock()
@@ -240,6 +242,17 @@ class Rendezvous:
 
     # --- decisions --------------------------------------------------------------------
 
+    def next_number(self) -> int:
+        """Finds the number of the next generation.
+
+        It follows that of a file that stays unsound, e.g. empty after a power failure.
+        Such a file can be neither read nor created again.
+        """
+        number, since = self._unsound
+        is_lasting = self.clock() - since > self.lost_s
+        newest = max(self.generation.number, number if is_lasting else 0)
+        return newest + 1
+
     def publish(self, generation: Generation) -> None:
         """Begins a generation, unless another agent has begun one.
 
@@ -270,11 +283,30 @@ class Rendezvous:
         """Creates a whole file, if it is absent."""
         partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
         try:
-            partial.write_text(json.dumps(document))
+            with partial.open("w") as file:
+                file.write(json.dumps(document))
+                file.flush()
+                os.fsync(file.fileno())  # a power failure leaves no empty file
             with contextlib.suppress(FileExistsError):
                 os.link(partial, path)
         finally:
             partial.unlink(missing_ok=True)
+
+    def check_links(self) -> None:
+        """Checks that the folder can have hard links, by which agents decide once.
+
+        Raises:
+          OSError: it cannot.
+        """
+        path = self.folder / f".{self.own.name}.{secrets.token_hex(8)}.partial"
+        other = path.with_suffix(".link")
+        try:
+            path.touch()
+            os.link(path, other)
+        finally:
+            for file in (path, other):
+                with contextlib.suppress(OSError):
+                    file.unlink(missing_ok=True)
 
     # --- files ------------------------------------------------------------------------
 
@@ -311,12 +343,17 @@ class Rendezvous:
         numbers = [int(match[1]) for match in matches if match]
         for number in sorted(numbers, reverse=True):
             if number <= self.generation.number:
-                return
+                break
             found = _read(self._generation_path(number), _parse_generation)
             if found is not None and found.number == number:
                 self.generation = found
                 self.order = None
-                return
+                break
+        highest = max(numbers, default=0)
+        if highest <= self.generation.number:
+            highest = 0
+        if highest != self._unsound[0]:
+            self._unsound = (highest, self.clock())
 
     def _records(self, names: list[str]) -> Iterator[Record]:
         for name in names:
