@@ -221,6 +221,9 @@ def test_agents_that_cannot_be_told_apart_or_differ_are_refused(machines):
         (["--nnodes", "1:2", "--preflight"], "--preflight: cannot be used"),
         (["--nnodes", "1:2"], "--meet-in FOLDER"),
         (["--nnodes", "1:2", "--meet-in", "/dev/null"], "/dev/null: cannot be used"),
+        (["--nnodes", "1:2", "--meet-in", "gs://bucket/x"], "--meet-in gs://bucket/x: "),
+        (["--nnodes", "1:2", "--address", "fe80::1"], "--address fe80::1: has a colon"),
+        (["--nnodes", "1:2", "--address", "host 1"], "--address 'host 1': has whitespace"),
         (["--agent", "a"], "--agent: needs --nnodes MIN:MAX"),
     ],
 )
@@ -595,6 +598,30 @@ def test_the_machine_that_nobody_reaches_is_left_out(tmp_path):
     assert fleet.members == "bc"
 
 
+def test_a_process_that_failed_by_itself_is_named_before_an_unreached_one(tmp_path):
+    fleet = Fleet(tmp_path, "abc", 2, 3)
+    fleet.pass_time(3)
+    fleet.views["c"].update(unreached=1)
+    fleet.end(a=70, b=1, c=70)
+    fleet.pass_time(8)
+    assert fleet.members == "abc"
+    assert fleet.generation.why == "process 1 ended with exit code 1 on machine b"
+
+
+def test_nothing_is_tried_once_a_generation_must_end(lone_agent, monkeypatch):
+    agent, _ = lone_agent
+    agent._look()
+    agent._running = agent._rendezvous.generation.number
+    agent._reach = reach.Reach("127.0.0.1", 1)
+    tried: list[bool] = []
+    monkeypatch.setattr(agent._rendezvous, "is_listening", lambda: True)
+    monkeypatch.setattr(agent._reach, "attempt", lambda *, listens: tried.append(listens))
+    agent._try_reach()
+    agent._rendezvous.publish_order(rendezvous.Order("kill", "machine b is lost"))
+    agent._try_reach()
+    assert tried == [True]
+
+
 def test_tries_to_reach_process_0_end_after_a_while():
     now = [0.0]
     with socket.socket() as server:
@@ -605,6 +632,9 @@ def test_tries_to_reach_process_0_end_after_a_while():
             now[0] += 10
             assert not tries.attempt(listens=False)
         assert not tries.is_failing
+        assert not tries.attempt(listens=True)
+        assert not tries.is_failing  # one try is no proof
+        now[0] += 6
         assert not tries.attempt(listens=True)
         assert tries.is_failing
         now[0] += reach.PATIENCE_S + 1
