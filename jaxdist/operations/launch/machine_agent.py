@@ -244,6 +244,8 @@ class MachineAgent(Supervisor):
         is_current = self._rendezvous.generation.number == self._running
         if self._reach.succeeded or not is_current:
             return
+        if self._rendezvous.order is not None:
+            return  # process 0 may have ended already
         listens = self._rendezvous.is_listening()
         if self._reach.attempt(listens=listens):
             self._rendezvous.update(unreached=self._running)
