@@ -341,6 +341,17 @@ def test_a_generation_begins_once_machines_have_settled(tmp_path):
     assert (fleet.generation.address, fleet.generation.port) == ("host-a", 1000)
 
 
+def test_machines_that_come_and_go_do_not_delay_the_start_for_ever(tmp_path):
+    fleet = Fleet(tmp_path, "ab", 2, 4)
+    for _ in range(9):  # c starts again every 2 s
+        assert fleet.members == ""
+        fleet.join("c")
+        fleet.pass_time(2)
+    fleet.pass_time(1)
+    assert fleet.members[:2] == "ab"
+    assert "machines still come and go after 16 s: starting" in fleet.said
+
+
 def test_all_machines_begin_at_once(tmp_path):
     fleet = Fleet(tmp_path, "abcde", 2, 4)
     fleet.pass_time(3)
@@ -695,6 +706,35 @@ def test_a_folder_may_be_away_for_a_while_after_a_long_generation(
     monkeypatch.setattr(agent, "_sleep", sleep)
     assert agent._take_turns() == 75
     assert generations_run == [1, 2]
+
+
+def test_an_agent_with_other_flags_does_not_end_a_spare_one(lone_agent):
+    agent, now = lone_agent
+    own = agent._rendezvous.own
+    records = [
+        rendezvous.Record("0", "other", "other terms", "host-0", 1000),
+        rendezvous.Record("1", "token", own.terms, "host-1", 1000),
+    ]
+    views = [
+        rendezvous.Rendezvous(
+            agent.machines.folder, record, lost_s=10.0, clock=lambda: now[0]
+        )
+        for record in records
+    ]
+    views[1].publish(rendezvous.Generation(1, members=(records[1].id,)))
+
+    def pass_time() -> None:
+        for _ in range(20):
+            now[0] += 1
+            for view in views:
+                view.update()
+            agent._rendezvous.update()
+
+    pass_time()
+    assert agent._find_fault() == ""
+    views.pop()  # no agent with the same flags runs: the first name decides
+    pass_time()
+    assert "agent 0 has another command" in agent._find_fault()
 
 
 def test_a_folder_that_stays_away_ends_the_agent(lone_agent):

@@ -16,6 +16,7 @@ from jaxdist.operations.launch.roster import Roster
 
 WAIT_S = 600.0  # most seconds to wait for enough machines
 _SETTLE_AFTER_LOSS_S = 5.0
+_MOST_DELAYS = 4  # times the wait to settle, after which the machines may still change
 _BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
 _LOCKED_S = 10.0  # seconds between starts while the workdir may be locked
@@ -59,6 +60,7 @@ class Leader:
         """Notes that another agent leads, so that a later lead waits anew."""
         self._waiting_since = self._rendezvous.clock()
         self._settled: tuple[tuple[str, ...], float] = ((), self._waiting_since)
+        self._enough_since: float | None = None  # since when MIN machines can run
 
     def decide(self) -> None:
         """Begins or ends a generation if it is time.
@@ -241,9 +243,11 @@ class Leader:
             self._settled = (tokens, now)
         least = self._machines.least
         if len(members) >= least:
-            if now - self._settled[1] >= self._delay_s(previous, members):
+            if self._has_settled(self._delay_s(previous, members)):
                 self._publish(previous, members)
-        elif now - self._waiting_since > WAIT_S:
+            return
+        self._enough_since = None
+        if now - self._waiting_since > WAIT_S:
             why = f"no {least} machines for {WAIT_S:.0f} s"
             self._finish(dataclasses.replace(previous, final=EXIT_PEER_LOST, why=why))
         else:
@@ -253,6 +257,22 @@ class Leader:
                     f"; {len(tokens)} are here, and no legal mesh has enough of them"
                 )
             self._say_once(text)
+
+    def _has_settled(self, delay_s: float) -> bool:
+        """Tests whether enough machines were the same for a while.
+
+        Machines that come and go do not delay the start without limit.
+        """
+        now = self._rendezvous.clock()
+        if self._enough_since is None:
+            self._enough_since = now
+        if now - self._settled[1] >= delay_s:
+            return True
+        waited_s = now - self._enough_since
+        if waited_s < _MOST_DELAYS * max(delay_s, self._machines.settle_s):
+            return False
+        self._say(f"machines still come and go after {waited_s:.0f} s: starting")
+        return True
 
     def _publish(self, previous: Generation, members: list[Record]) -> None:
         old_tokens = {token for _, token in previous.members}
@@ -274,6 +294,7 @@ class Leader:
             )
         )
         self._said = ""
+        self._enough_since = None
 
     def _delay_s(self, previous: Generation, members: list[Record]) -> float:
         """Computes the seconds for which the machines must be the same."""
