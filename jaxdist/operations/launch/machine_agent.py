@@ -285,7 +285,7 @@ class MachineAgent(Supervisor):
         """Explains why this agent cannot take part; "" if it can."""
         own = self._rendezvous.own
         members = self._rendezvous.generation.members
-        if own.id in members:
+        if own.id in members or self._rendezvous.is_running_own_terms():
             return ""
         for record in self._rendezvous.strangers():
             if record.id in members or record.name < own.name:

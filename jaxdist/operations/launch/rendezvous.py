@@ -204,6 +204,18 @@ class Rendezvous:
                 found.append(record)
         return found
 
+    def is_running_own_terms(self) -> bool:
+        """Tests whether a member of the generation has this agent's terms, and lives.
+
+        A member counts until it is known to be lost.
+        """
+        return any(
+            name in self.records
+            and self.records[name].terms == self.own.terms
+            and not self.is_lost((name, token))
+            for name, token in self.generation.members
+        )
+
     def leads(self) -> bool:
         """Tests whether this agent decides: it has the first name of the live ones."""
         alive = self.alive()
