@@ -221,9 +221,15 @@ def test_agents_that_cannot_be_told_apart_or_differ_are_refused(machines):
         (["--nnodes", "1:2", "--preflight"], "--preflight: cannot be used"),
         (["--nnodes", "1:2"], "--meet-in FOLDER"),
         (["--nnodes", "1:2", "--meet-in", "/dev/null"], "/dev/null: cannot be used"),
-        (["--nnodes", "1:2", "--meet-in", "gs://bucket/x"], "--meet-in gs://bucket/x: "),
+        (
+            ["--nnodes", "1:2", "--meet-in", "gs://bucket/x"],
+            "--meet-in gs://bucket/x: ",
+        ),
         (["--nnodes", "1:2", "--address", "fe80::1"], "--address fe80::1: has a colon"),
-        (["--nnodes", "1:2", "--address", "host 1"], "--address 'host 1': has whitespace"),
+        (
+            ["--nnodes", "1:2", "--address", "host 1"],
+            "--address 'host 1': has whitespace",
+        ),
         (["--agent", "a"], "--agent: needs --nnodes MIN:MAX"),
     ],
 )
@@ -507,7 +513,9 @@ def test_an_agent_with_the_first_name_continues_the_counts(tmp_path):
     fleet.leaders["a"].decide()
     fleet.pass_time(8)
     assert fleet.members == "bcd"
-    assert fleet.generation.failures == ("process 0 ended with exit code 1 on machine b",)
+    assert fleet.generation.failures == (
+        "process 0 ended with exit code 1 on machine b",
+    )
 
 
 def test_agents_that_have_all_died_are_no_loss_to_a_new_one(tmp_path):
@@ -626,7 +634,9 @@ def test_nothing_is_tried_once_a_generation_must_end(lone_agent, monkeypatch):
     agent._reach = reach.Reach("127.0.0.1", 1)
     tried: list[bool] = []
     monkeypatch.setattr(agent._rendezvous, "is_listening", lambda: True)
-    monkeypatch.setattr(agent._reach, "attempt", lambda *, listens: tried.append(listens))
+    monkeypatch.setattr(
+        agent._reach, "attempt", lambda *, listens: tried.append(listens)
+    )
     agent._try_reach()
     agent._rendezvous.publish_order(rendezvous.Order("kill", "machine b is lost"))
     agent._try_reach()
@@ -650,11 +660,13 @@ def test_tries_to_reach_process_0_end_after_a_while():
         assert tries.is_failing
         now[0] += reach.PATIENCE_S + 1
         assert tries.attempt(listens=True)
-        assert reach.is_reachable("127.0.0.1", port)  # it refuses
+        assert reach.is_reachable("127.0.0.1", port, listens=False)  # it refuses
+        assert not reach.is_reachable("127.0.0.1", port, listens=True)
         server.listen()
+        assert reach.is_reachable("127.0.0.1", port, listens=True)
         assert not tries.attempt(listens=True)
         assert tries.succeeded
-    assert not reach.is_reachable("no.such.host.invalid", port)
+    assert not reach.is_reachable("no.such.host.invalid", port, listens=False)
     assert not reach.Reach("", 0).attempt(listens=True)
 
 
@@ -696,6 +708,7 @@ def test_a_folder_may_be_away_for_a_while_after_a_long_generation(
         folder.rename(away)
         now[0] += 100
         agent._report({0: 1})
+        return None
 
     def sleep(seconds: float) -> None:
         now[0] += seconds

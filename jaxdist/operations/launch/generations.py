@@ -225,9 +225,7 @@ class Leader:
 
     def _finish(self, end: Generation) -> None:
         self._rendezvous.publish(
-            dataclasses.replace(
-                end, number=self._rendezvous.next_number(), members=()
-            )
+            dataclasses.replace(end, number=self._rendezvous.next_number(), members=())
         )
 
     def _begin(self, previous: Generation) -> None:

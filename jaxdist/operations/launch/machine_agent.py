@@ -277,7 +277,9 @@ class MachineAgent(Supervisor):
         was_cut_off = self._rendezvous.own.unreached > 0
         if not is_left_out or not was_cut_off or generation.final is not None:
             return
-        if is_reachable(generation.address, generation.port):
+        # a lone machine's process 0 listens on loopback alone
+        listens = len(generation.members) > 1
+        if is_reachable(generation.address, generation.port, listens=listens):
             self._rendezvous.rejoin()
             self._rendezvous.update(unreached=0)
 

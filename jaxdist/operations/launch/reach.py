@@ -14,13 +14,20 @@ PATIENCE_S = 30.0  # seconds of tries after process 0 listens
 _FAILING_S = 5.0  # seconds of tries before their failure counts
 
 
-def is_reachable(address: str, port: int) -> bool:
-    """Tests whether a machine answers, even if nothing listens on the port."""
+def is_reachable(address: str, port: int, *, listens: bool) -> bool:
+    """Tests whether a machine answers.
+
+    Args:
+      address: host of the machine.
+      port: port to connect to.
+      listens: a process of the machine listens on the port. A refusal is then no answer,
+        as firewalls refuse, too.
+    """
     try:
         with socket.create_connection((address, port), timeout=_TIMEOUT_S):
             return True
     except ConnectionRefusedError:
-        return True
+        return not listens
     except OSError:
         return False
 
