@@ -3,6 +3,8 @@ what a lost machine costs, and when all end.
 """
 
 import contextlib
+import errno
+import functools
 import json
 import os
 import random
@@ -18,10 +20,12 @@ import pytest
 from jaxdist import launch
 from jaxdist.operations.launch import (
     generations,
+    machine_agent,
     reach,
     rendezvous,
     roster,
     run_progress,
+    supervisor,
 )
 from jaxdist.telemetry.metrics import read_events
 
@@ -217,6 +221,15 @@ def test_agents_that_cannot_be_told_apart_or_differ_are_refused(machines):
         (["--nnodes", "1:2", "--preflight"], "--preflight: cannot be used"),
         (["--nnodes", "1:2"], "--meet-in FOLDER"),
         (["--nnodes", "1:2", "--meet-in", "/dev/null"], "/dev/null: cannot be used"),
+        (
+            ["--nnodes", "1:2", "--meet-in", "gs://bucket/x"],
+            "--meet-in gs://bucket/x: ",
+        ),
+        (["--nnodes", "1:2", "--address", "fe80::1"], "--address fe80::1: has a colon"),
+        (
+            ["--nnodes", "1:2", "--address", "host 1"],
+            "--address 'host 1': has whitespace",
+        ),
         (["--agent", "a"], "--agent: needs --nnodes MIN:MAX"),
     ],
 )
@@ -332,6 +345,17 @@ def test_a_generation_begins_once_machines_have_settled(tmp_path):
     fleet.pass_time(4)
     assert fleet.members == "abc"
     assert (fleet.generation.address, fleet.generation.port) == ("host-a", 1000)
+
+
+def test_machines_that_come_and_go_do_not_delay_the_start_for_ever(tmp_path):
+    fleet = Fleet(tmp_path, "ab", 2, 4)
+    for _ in range(9):  # c starts again every 2 s
+        assert fleet.members == ""
+        fleet.join("c")
+        fleet.pass_time(2)
+    fleet.pass_time(1)
+    assert fleet.members[:2] == "ab"
+    assert "machines still come and go after 16 s: starting" in fleet.said
 
 
 def test_all_machines_begin_at_once(tmp_path):
@@ -478,12 +502,73 @@ def test_agents_that_were_all_restarted_begin_anew(tmp_path):
     assert (fleet.generation.number, fleet.members) == (4, "ab")
 
 
+def test_an_agent_with_the_first_name_continues_the_counts(tmp_path):
+    """It is started between two generations, and has heard of no other agent yet."""
+    fleet = Fleet(tmp_path, "bcd", 1, 4)
+    fleet.pass_time(8)
+    fleet.end(b=1, c=70, d=70)
+    fleet.join("a")
+    fleet.views["a"].update()
+    assert fleet.views["a"].leads()
+    fleet.leaders["a"].decide()
+    fleet.pass_time(8)
+    assert fleet.members == "bcd"
+    assert fleet.generation.failures == (
+        "process 0 ended with exit code 1 on machine b",
+    )
+
+
+def test_agents_that_have_all_died_are_no_loss_to_a_new_one(tmp_path):
+    fleet = Fleet(tmp_path, "bc", 1, 4)
+    fleet.pass_time(8)
+    fleet.end(b=1, c=70)
+    fleet.views.clear()
+    fleet.join("a")
+    fleet.pass_time(9)
+    assert fleet.generation.number == 1
+    fleet.pass_time(8)
+    assert (fleet.members, fleet.generation.failures) == ("a", ())
+
+
+def test_a_member_without_a_record_is_lost_after_a_while(tmp_path):
+    fleet = Fleet(tmp_path, "a", 1, 1)
+    view = fleet.views["a"]
+    fleet.pass_time(10)
+    assert not view.is_lost(("b", "token"))
+    fleet.pass_time(1)
+    assert view.is_lost(("b", "token"))
+
+
 def test_malformed_files_are_ignored(tmp_path):
     fleet = Fleet(tmp_path, "ab", 2, 2)
     for name in ("agent-x.json", "generation-000007.json", "order-000000.json"):
         (fleet.folder / name).write_text('{"name": ["x"], "number": -1}')
     fleet.pass_time(3)
     assert fleet.members == "ab"
+
+
+def test_an_empty_file_of_the_next_generation_is_skipped(tmp_path):
+    """A power failure may leave one."""
+    fleet = Fleet(tmp_path, "ab", 2, 2)
+    (fleet.folder / "generation-000001.json").touch()
+    fleet.pass_time(9)
+    assert fleet.members == ""  # it may be late on a network file system
+    fleet.pass_time(4)
+    assert (fleet.generation.number, fleet.members) == (2, "ab")
+    fleet.end(a=1, b=70)
+    fleet.pass_time(2)
+    assert fleet.generation.number == 3
+
+
+def test_a_folder_without_hard_links_is_refused(tmp_path, monkeypatch, capsys):
+    def link(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", link)
+    flags = ["--nnodes", "1:2", "--meet-in", str(tmp_path)]
+    assert launch.main([*flags, "--", "true"]) == 78
+    assert "a hard link cannot be made" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_capacity_file_bounds_the_machines(tmp_path):
@@ -532,6 +617,32 @@ def test_the_machine_that_nobody_reaches_is_left_out(tmp_path):
     assert fleet.members == "bc"
 
 
+def test_a_process_that_failed_by_itself_is_named_before_an_unreached_one(tmp_path):
+    fleet = Fleet(tmp_path, "abc", 2, 3)
+    fleet.pass_time(3)
+    fleet.views["c"].update(unreached=1)
+    fleet.end(a=70, b=1, c=70)
+    fleet.pass_time(8)
+    assert fleet.members == "abc"
+    assert fleet.generation.why == "process 1 ended with exit code 1 on machine b"
+
+
+def test_nothing_is_tried_once_a_generation_must_end(lone_agent, monkeypatch):
+    agent, _ = lone_agent
+    agent._look()
+    agent._running = agent._rendezvous.generation.number
+    agent._reach = reach.Reach("127.0.0.1", 1)
+    tried: list[bool] = []
+    monkeypatch.setattr(agent._rendezvous, "is_listening", lambda: True)
+    monkeypatch.setattr(
+        agent._reach, "attempt", lambda *, listens: tried.append(listens)
+    )
+    agent._try_reach()
+    agent._rendezvous.publish_order(rendezvous.Order("kill", "machine b is lost"))
+    agent._try_reach()
+    assert tried == [True]
+
+
 def test_tries_to_reach_process_0_end_after_a_while():
     now = [0.0]
     with socket.socket() as server:
@@ -543,15 +654,123 @@ def test_tries_to_reach_process_0_end_after_a_while():
             assert not tries.attempt(listens=False)
         assert not tries.is_failing
         assert not tries.attempt(listens=True)
+        assert not tries.is_failing  # one try is no proof
+        now[0] += 6
+        assert not tries.attempt(listens=True)
         assert tries.is_failing
         now[0] += reach.PATIENCE_S + 1
         assert tries.attempt(listens=True)
-        assert reach.is_reachable("127.0.0.1", port)  # it refuses
+        assert reach.is_reachable("127.0.0.1", port, listens=False)  # it refuses
+        assert not reach.is_reachable("127.0.0.1", port, listens=True)
         server.listen()
+        assert reach.is_reachable("127.0.0.1", port, listens=True)
         assert not tries.attempt(listens=True)
         assert tries.succeeded
-    assert not reach.is_reachable("no.such.host.invalid", port)
+    assert not reach.is_reachable("no.such.host.invalid", port, listens=False)
     assert not reach.Reach("", 0).attempt(listens=True)
+
+
+@pytest.fixture
+def lone_agent(tmp_path, monkeypatch):
+    """An agent with a clock of its own, and the list [seconds] of that clock."""
+    now = [0.0]
+    monkeypatch.setattr(
+        machine_agent,
+        "Rendezvous",
+        functools.partial(rendezvous.Rendezvous, clock=lambda: now[0]),
+    )
+    options = supervisor.SupervisorOptions(["true"], processes=1)
+    machines = roster.MachineOptions(1, 1, tmp_path / "agents", "a", "127.0.0.1")
+    agent = machine_agent.MachineAgent(options, machines, say=lambda _: None)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(agent, "_sleep", sleep)
+    return agent, now
+
+
+def test_a_folder_may_be_away_for_a_while_after_a_long_generation(
+    lone_agent, monkeypatch
+):
+    agent, now = lone_agent
+    folder, away = agent.machines.folder, agent.machines.folder.with_name("away")
+    generations_run: list[int] = []
+
+    def run(generation):
+        generations_run.append(generation.number)
+        agent._running = generation.number
+        if len(generations_run) == 2:
+            agent.stop_requests = 1
+            return 75
+        now[0] += 5_000
+        agent._rendezvous.update()
+        folder.rename(away)
+        now[0] += 100
+        agent._report({0: 1})
+        return None
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] > 5_400 and away.exists():
+            away.rename(folder)
+
+    monkeypatch.setattr(agent, "_run_generation", run)
+    monkeypatch.setattr(agent, "_sleep", sleep)
+    assert agent._take_turns() == 75
+    assert generations_run == [1, 2]
+
+
+def test_an_agent_with_other_flags_does_not_end_a_spare_one(lone_agent):
+    agent, now = lone_agent
+    own = agent._rendezvous.own
+    records = [
+        rendezvous.Record("0", "other", "other terms", "host-0", 1000),
+        rendezvous.Record("1", "token", own.terms, "host-1", 1000),
+    ]
+    views = [
+        rendezvous.Rendezvous(
+            agent.machines.folder, record, lost_s=10.0, clock=lambda: now[0]
+        )
+        for record in records
+    ]
+    views[1].publish(rendezvous.Generation(1, members=(records[1].id,)))
+
+    def pass_time() -> None:
+        for _ in range(20):
+            now[0] += 1
+            for view in views:
+                view.update()
+            agent._rendezvous.update()
+
+    pass_time()
+    assert agent._find_fault() == ""
+    views.pop()  # no agent with the same flags runs: the first name decides
+    pass_time()
+    assert "agent 0 has another command" in agent._find_fault()
+
+
+def test_a_folder_that_stays_away_ends_the_agent(lone_agent):
+    agent, now = lone_agent
+    agent.machines.folder.rename(agent.machines.folder.with_name("away"))
+    assert agent._take_turns() == 70
+    assert 600 <= now[0] < 602
+
+
+def test_a_folder_without_room_is_no_loss(tmp_path, monkeypatch):
+    fleet = Fleet(tmp_path, "ab", 2, 2)
+    fleet.pass_time(3)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(rendezvous.atomic, "write_text", fail)
+        fleet.pass_time(60)
+        assert not fleet.views["a"].is_cut_off()
+    fleet.pass_time(5)
+    assert fleet.views["a"].order is None
+    assert fleet.generation.number == 1
 
 
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))]

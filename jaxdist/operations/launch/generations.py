@@ -16,6 +16,7 @@ from jaxdist.operations.launch.roster import Roster
 
 WAIT_S = 600.0  # most seconds to wait for enough machines
 _SETTLE_AFTER_LOSS_S = 5.0
+_MOST_DELAYS = 4  # times the wait to settle, after which the machines may still change
 _BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
 _LOCKED_S = 10.0  # seconds between starts while the workdir may be locked
@@ -59,6 +60,7 @@ class Leader:
         """Notes that another agent leads, so that a later lead waits anew."""
         self._waiting_since = self._rendezvous.clock()
         self._settled: tuple[tuple[str, ...], float] = ((), self._waiting_since)
+        self._enough_since: float | None = None  # since when MIN machines can run
 
     def decide(self) -> None:
         """Begins or ends a generation if it is time.
@@ -73,6 +75,9 @@ class Leader:
             self._watch(generation)
             return
         if self._continued is None or self._continued.number != generation.number:
+            is_old = generation.number <= self._rendezvous.joined_at
+            if is_running and is_old and not self._is_known(generation):
+                return
             if is_running and not self._is_of_earlier_agents(generation):
                 self._continued = self._after(generation)
             else:
@@ -87,9 +92,14 @@ class Leader:
 
     def _is_of_earlier_agents(self, generation: Generation) -> bool:
         """Tests whether all agents of a generation have ended before this one began."""
-        alive = {record.id for record in self._rendezvous.alive()}
         is_old = generation.number <= self._rendezvous.joined_at
-        return is_old and not alive & set(generation.members)
+        return is_old and all(map(self._rendezvous.is_lost, generation.members))
+
+    def _is_known(self, generation: Generation) -> bool:
+        """Tests whether a member is known to live, or all are known to be lost."""
+        alive = {record.id for record in self._rendezvous.alive()}
+        is_any_alive = not alive.isdisjoint(generation.members)
+        return is_any_alive or all(map(self._rendezvous.is_lost, generation.members))
 
     # --- a running generation ---------------------------------------------------------
 
@@ -215,7 +225,7 @@ class Leader:
 
     def _finish(self, end: Generation) -> None:
         self._rendezvous.publish(
-            dataclasses.replace(end, number=end.number + 1, members=())
+            dataclasses.replace(end, number=self._rendezvous.next_number(), members=())
         )
 
     def _begin(self, previous: Generation) -> None:
@@ -231,9 +241,11 @@ class Leader:
             self._settled = (tokens, now)
         least = self._machines.least
         if len(members) >= least:
-            if now - self._settled[1] >= self._delay_s(previous, members):
+            if self._has_settled(self._delay_s(previous, members)):
                 self._publish(previous, members)
-        elif now - self._waiting_since > WAIT_S:
+            return
+        self._enough_since = None
+        if now - self._waiting_since > WAIT_S:
             why = f"no {least} machines for {WAIT_S:.0f} s"
             self._finish(dataclasses.replace(previous, final=EXIT_PEER_LOST, why=why))
         else:
@@ -243,6 +255,22 @@ class Leader:
                     f"; {len(tokens)} are here, and no legal mesh has enough of them"
                 )
             self._say_once(text)
+
+    def _has_settled(self, delay_s: float) -> bool:
+        """Tests whether enough machines were the same for a while.
+
+        Machines that come and go do not delay the start without limit.
+        """
+        now = self._rendezvous.clock()
+        if self._enough_since is None:
+            self._enough_since = now
+        if now - self._settled[1] >= delay_s:
+            return True
+        waited_s = now - self._enough_since
+        if waited_s < _MOST_DELAYS * max(delay_s, self._machines.settle_s):
+            return False
+        self._say(f"machines still come and go after {waited_s:.0f} s: starting")
+        return True
 
     def _publish(self, previous: Generation, members: list[Record]) -> None:
         old_tokens = {token for _, token in previous.members}
@@ -254,7 +282,7 @@ class Leader:
         self._rendezvous.publish(
             dataclasses.replace(
                 previous,
-                number=previous.number + 1,
+                number=self._rendezvous.next_number(),
                 members=tuple(record.id for record in members),
                 address=members[0].address,
                 port=members[0].port,
@@ -264,6 +292,7 @@ class Leader:
             )
         )
         self._said = ""
+        self._enough_since = None
 
     def _delay_s(self, previous: Generation, members: list[Record]) -> float:
         """Computes the seconds for which the machines must be the same."""

@@ -56,6 +56,7 @@ class MachineAgent(Supervisor):
                 f"{machines.folder}: cannot be used ({error.strerror}). The agents of all "
                 f"machines meet there. Give a folder that all can write: --meet-in FOLDER."
             ) from error
+        self._check_links()
         roster = Roster(
             machines,
             self._rendezvous,
@@ -73,6 +74,16 @@ class MachineAgent(Supervisor):
         self._running = 0  # generation of the processes that run, or ran last
         self._reach = Reach("", 0)  # tries to reach its process 0
         self._fault = ""  # reason for which this agent cannot take part
+
+    def _check_links(self) -> None:
+        try:
+            self._rendezvous.check_links()
+        except OSError as error:
+            raise ConfigError(
+                f"{self.machines.folder}: a hard link cannot be made ({error.strerror}). "
+                f"Agents decide by hard links. Give a folder of a local disk or of NFS: "
+                f"--meet-in FOLDER."
+            ) from error
 
     def run(self, *, is_last: bool = True) -> int:
         """Takes part in generations until the run ends for good.
@@ -94,13 +105,12 @@ class MachineAgent(Supervisor):
             ) from None
 
     def _take_turns(self) -> int:
-        answered = self._rendezvous.clock()  # when the folder last answered
         self.say(
             f"agent {self.machines.name} meets others in {self.machines.folder}, "
             f"{self.machines.least} to {self.machines.most} machines"
         )
         try:
-            while self._rendezvous.clock() - answered <= WAIT_S:
+            while self._rendezvous.unanswered_s() <= WAIT_S:
                 self._look(soon=True)
                 code = self._final_code()
                 if code is None and self._takes_part(self._rendezvous.generation):
@@ -109,8 +119,6 @@ class MachineAgent(Supervisor):
                         code = None  # that of all machines counts
                 if code is not None:
                     return code
-                if not self._rendezvous.is_cut_off():
-                    answered = self._rendezvous.clock()
                 self._sleep(_LOOK_S)
             self.say(f"stopping: {self.machines.folder} does not answer")
             return EXIT_PEER_LOST
@@ -236,6 +244,8 @@ class MachineAgent(Supervisor):
         is_current = self._rendezvous.generation.number == self._running
         if self._reach.succeeded or not is_current:
             return
+        if self._rendezvous.order is not None:
+            return  # process 0 may have ended already
         listens = self._rendezvous.is_listening()
         if self._reach.attempt(listens=listens):
             self._rendezvous.update(unreached=self._running)
@@ -267,7 +277,9 @@ class MachineAgent(Supervisor):
         was_cut_off = self._rendezvous.own.unreached > 0
         if not is_left_out or not was_cut_off or generation.final is not None:
             return
-        if is_reachable(generation.address, generation.port):
+        # a lone machine's process 0 listens on loopback alone
+        listens = len(generation.members) > 1
+        if is_reachable(generation.address, generation.port, listens=listens):
             self._rendezvous.rejoin()
             self._rendezvous.update(unreached=0)
 
@@ -275,7 +287,7 @@ class MachineAgent(Supervisor):
         """Explains why this agent cannot take part; "" if it can."""
         own = self._rendezvous.own
         members = self._rendezvous.generation.members
-        if own.id in members:
+        if own.id in members or self._rendezvous.is_running_own_terms():
             return ""
         for record in self._rendezvous.strangers():
             if record.id in members or record.name < own.name:

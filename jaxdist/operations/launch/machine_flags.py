@@ -35,7 +35,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--meet-in",
-        type=Path,
         default=argparse.SUPPRESS,
         metavar="FOLDER",
         help="folder that all machines share, in which agents meet (default: "
@@ -91,12 +90,15 @@ def take_options(
     if text is None:
         faults += [f"{_FLAGS[name]}: needs --nnodes MIN:MAX" for name in given]
         return None
-    folder = given.get("meet_in", _default_folder(command))
+    place = given.get("meet_in")
+    folder = _default_folder(command) if place is None else Path(place)
+    address = given.get("address")
     name = given.get("agent", socket.gethostname())
     times = {key: given.get(key, default) for key, default in _TIMES.items()}
     faults += [
         *_number_faults(text),
-        *_place_faults(folder, name),
+        *_place_faults(folder, place, name),
+        *_address_faults(address),
         *_time_faults(**times),
         *_other_faults(flags),
     ]
@@ -108,21 +110,41 @@ def take_options(
         most=int(most),
         folder=folder,
         name=name,
-        address=given.get("address") or _own_address(),
+        address=address or _own_address(),
         **times,
     )
 
 
-def _place_faults(folder: Path | None, name: str) -> Iterator[str]:
-    """Yields what is wrong with the folder and the name."""
+def _place_faults(folder: Path | None, place: str | None, name: str) -> Iterator[str]:
+    """Yields what is wrong with the folder, as it was given, and the name."""
     if folder is None:
         yield (
             "--nnodes: agents meet in a folder that all machines share, and the command "
             "names none. Give --workdir FOLDER in the command, or --meet-in FOLDER."
         )
+    if place is not None and "://" in place:
+        yield (
+            f"--meet-in {place}: agents cannot meet in an object store. They need file "
+            "locks and hard links. Give a folder of a file system that all machines share."
+        )
     if not NAME.fullmatch(name):
         yield (
             f"--agent {name!r}: must have 1 to 64 letters, digits, and . _ - after the first"
+        )
+
+
+def _address_faults(address: str | None) -> Iterator[str]:
+    """Yields what is wrong with the address."""
+    if address is None:
+        return
+    if ":" in address:
+        yield (
+            f"--address {address}: has a colon. The agents add the port, and cannot add it "
+            "to an IPv6 address. Give a host name or an IPv4 address, without a port."
+        )
+    if re.search(r"\s", address):
+        yield (
+            f"--address {address!r}: has whitespace. Give one host name or IPv4 address."
         )
 
 

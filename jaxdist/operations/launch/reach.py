@@ -11,15 +11,23 @@ from collections.abc import Callable
 
 _TIMEOUT_S = 0.5  # seconds of a try
 PATIENCE_S = 30.0  # seconds of tries after process 0 listens
+_FAILING_S = 5.0  # seconds of tries before their failure counts
 
 
-def is_reachable(address: str, port: int) -> bool:
-    """Tests whether a machine answers, even if nothing listens on the port."""
+def is_reachable(address: str, port: int, *, listens: bool) -> bool:
+    """Tests whether a machine answers.
+
+    Args:
+      address: host of the machine.
+      port: port to connect to.
+      listens: a process of the machine listens on the port. A refusal is then no answer,
+        as firewalls refuse, too.
+    """
     try:
         with socket.create_connection((address, port), timeout=_TIMEOUT_S):
             return True
     except ConnectionRefusedError:
-        return True
+        return not listens
     except OSError:
         return False
 
@@ -41,12 +49,16 @@ class Reach:
         self._port = port
         self._clock = clock
         self._since: float | None = None  # when process 0 was first known to listen
+        self._failed_s = 0.0  # seconds between the first and the last try that failed
         self.succeeded = not port
 
     @property
     def is_failing(self) -> bool:
-        """Tests whether tries have failed since process 0 is known to listen."""
-        return not self.succeeded and self._since is not None
+        """Tests whether tries have failed for a while since process 0 listens.
+
+        A single try may fail because the machine is busy, or process 0 has just ended.
+        """
+        return not self.succeeded and self._failed_s >= _FAILING_S
 
     def attempt(self, *, listens: bool) -> bool:
         """Tries once if no try has succeeded.
@@ -69,4 +81,5 @@ class Reach:
         now = self._clock()
         if self._since is None:
             self._since = now
-        return now - self._since > PATIENCE_S
+        self._failed_s = now - self._since
+        return self._failed_s > PATIENCE_S

@@ -9,6 +9,7 @@ any agent.
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -25,6 +26,7 @@ _MAX_BYTES = 1 << 20  # bytes of the largest file
 _KEPT = 20  # generations whose files are kept
 _BEATS = 5  # heartbeats in the time after which an agent is lost
 _MAX_BEAT_S = 2.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a folder without room
 
 Row = TypeVar("Row")
 
@@ -119,10 +121,14 @@ class Rendezvous:
         self.generation = Generation()
         self.order: Order | None = None
         self.records: dict[str, Record] = {}
+        # the newest generation's file that is not sound, and since when
+        self._unsound: tuple[int, float] = (0, clock())
         # when a record last changed, and whether this agent has seen it change
         self._changed: dict[str, tuple[float, bool]] = {}
         self._next_beat = clock()
         self._last_success = clock()
+        # from when the others could be heard: this agent joined, or could write again
+        self._heard_since = clock()
         self._read_all()
         self.joined_at = self.generation.number
 
@@ -144,8 +150,9 @@ class Rendezvous:
     def update(self, *, soon: bool = False, **changes: Any) -> None:
         """Writes the own record with changed facts, and reads all files.
 
-        A folder that does not answer for a while is no error. Writing into the folder
-        first makes a network file system show what is new in it.
+        A folder that does not answer for a while is no error. One without room still
+        answers: the others can be read. Writing into the folder first makes a network
+        file system show what is new in it.
 
         Args:
           soon: the next heartbeat is due soon, as nothing else is to be done.
@@ -154,15 +161,24 @@ class Rendezvous:
         now = self.clock()
         self._next_beat = now + self.beat_s / (4 if soon else 1)
         self.own = dataclasses.replace(self.own, beat=self.own.beat + 1, **changes)
-        with contextlib.suppress(OSError):
+        try:
             text = json.dumps(dataclasses.asdict(self.own))
             atomic.write_text(self._record_path(self.own.name), text)
+        except OSError as error:
+            self._heard_since = now  # the others may be unable to write, too
+            if error.errno not in _FULL:
+                return
+        with contextlib.suppress(OSError):
             self._read_all()
             self._last_success = now
 
+    def unanswered_s(self) -> float:
+        """Computes the seconds since the folder last answered."""
+        return self.clock() - self._last_success
+
     def is_cut_off(self) -> bool:
         """Tests whether the others must count this agent as lost."""
-        return self.clock() - self._last_success > self.lost_s
+        return self.unanswered_s() > self.lost_s
 
     # --- the others -------------------------------------------------------------------
 
@@ -188,6 +204,18 @@ class Rendezvous:
                 found.append(record)
         return found
 
+    def is_running_own_terms(self) -> bool:
+        """Tests whether a member of the generation has this agent's terms, and lives.
+
+        A member counts until it is known to be lost.
+        """
+        return any(
+            name in self.records
+            and self.records[name].terms == self.own.terms
+            and not self.is_lost((name, token))
+            for name, token in self.generation.members
+        )
+
     def leads(self) -> bool:
         """Tests whether this agent decides: it has the first name of the live ones."""
         alive = self.alive()
@@ -197,10 +225,11 @@ class Rendezvous:
         """Tests whether a member has ended, restarted or fallen silent."""
         name, token = member
         record = self.records.get(name)
-        if record is None or record.token != token or record.left:
+        if record is not None and (record.token != token or record.left):
             return True
-        changed, _ = self._changed[name]
-        return token != self.own.token and self.clock() - changed > self.lost_s
+        changed, _ = self._changed.get(name, (self._heard_since, False))
+        silent_s = self.clock() - max(changed, self._heard_since)
+        return token != self.own.token and silent_s > self.lost_s
 
     def report(self, member: tuple[str, str]) -> dict[int, int] | None:
         """Finds the exit codes of a member's processes; None if they have not ended."""
@@ -224,6 +253,17 @@ class Rendezvous:
         return first is not None and first.listens == self.generation.number
 
     # --- decisions --------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        """Finds the number of the next generation.
+
+        It follows that of a file that stays unsound, e.g. empty after a power failure.
+        Such a file can be neither read nor created again.
+        """
+        number, since = self._unsound
+        is_lasting = self.clock() - since > self.lost_s
+        newest = max(self.generation.number, number if is_lasting else 0)
+        return newest + 1
 
     def publish(self, generation: Generation) -> None:
         """Begins a generation, unless another agent has begun one.
@@ -255,11 +295,30 @@ class Rendezvous:
         """Creates a whole file, if it is absent."""
         partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
         try:
-            partial.write_text(json.dumps(document))
+            with partial.open("w") as file:
+                file.write(json.dumps(document))
+                file.flush()
+                os.fsync(file.fileno())  # a power failure leaves no empty file
             with contextlib.suppress(FileExistsError):
                 os.link(partial, path)
         finally:
             partial.unlink(missing_ok=True)
+
+    def check_links(self) -> None:
+        """Checks that the folder can have hard links, by which agents decide once.
+
+        Raises:
+          OSError: it cannot.
+        """
+        path = self.folder / f".{self.own.name}.{secrets.token_hex(8)}.partial"
+        other = path.with_suffix(".link")
+        try:
+            path.touch()
+            os.link(path, other)
+        finally:
+            for file in (path, other):
+                with contextlib.suppress(OSError):
+                    file.unlink(missing_ok=True)
 
     # --- files ------------------------------------------------------------------------
 
@@ -296,12 +355,17 @@ class Rendezvous:
         numbers = [int(match[1]) for match in matches if match]
         for number in sorted(numbers, reverse=True):
             if number <= self.generation.number:
-                return
+                break
             found = _read(self._generation_path(number), _parse_generation)
             if found is not None and found.number == number:
                 self.generation = found
                 self.order = None
-                return
+                break
+        highest = max(numbers, default=0)
+        if highest <= self.generation.number:
+            highest = 0
+        if highest != self._unsound[0]:
+            self._unsound = (highest, self.clock())
 
     def _records(self, names: list[str]) -> Iterator[Record]:
         for name in names:

@@ -74,7 +74,8 @@ def find_loss(outcome: Outcome) -> Loss:
         process = names.index(machine) * outcome.processes
         cause = f"machine {machine} is lost"
         return Loss(process, machine, EXIT_PEER_LOST, cause, is_silent=True)
-    if outcome.unreached:
+    is_known = number is not None and outcome.codes[number] not in NOT_AT_FAULT
+    if outcome.unreached and not is_known:
         machine = outcome.unreached[0]
         if len(outcome.unreached) == len(names) - 1 > 1:
             machine = names[0]  # nobody reaches it
