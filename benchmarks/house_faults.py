@@ -923,12 +923,11 @@ jax.local_device_count()
     Fault(
         name="count_of_the_last_part_alone",
         room="step",
-        function="_sum_accumulation_parts.add",
-        old="return jax.tree.map(jnp.add, total, sums_of(accumulation_step)), None",
+        function="_sum_accumulation_steps.add",
+        old="return (gradients, jax.tree.map(jnp.add, loss, more)), None",
         new="""
-sums = sums_of(accumulation_step)
-total = jax.tree.map(jnp.add, total, sums)
-return total._replace(loss=total.loss._replace(count=sums.loss.count)), None
+total = jax.tree.map(jnp.add, loss, more)
+return (gradients, total._replace(count=more.count)), None
 """,
         tests=("step/test_train_step.py::test_meshes_and_parts_change_nothing",),
     ),
@@ -1400,7 +1399,7 @@ if normalise:
         name="grows_at_the_first_look",
         room="operations",
         function="GrowthTimer.due",
-        old="now - self._room_since >= STEADY_S",
+        old="now - self._room_since >= min(self._steady_s, STEADY_S)",
         new="True",
         tests=(
             "operations/test_supervisor.py::"
