@@ -1285,10 +1285,7 @@ if normalise:
         function="_LastRows.add",
         old="rows_by_step.pop(step, None)\nrows_by_step[step] = row",
         new="rows_by_step.setdefault(step, row)",
-        tests=(
-            "telemetry/test_metrics.py::"
-            "test_last_row_of_a_step_wins_and_evaluation_is_separate",
-        ),
+        tests=("telemetry/test_metrics.py::test_rows_of_undone_steps_do_not_count",),
     ),
     # Models of others.
     Fault(
