@@ -33,14 +33,13 @@ def device_faults(config: OffloadConfig, device: jax.Device) -> Iterator[str]:
     """Yields a message if the device cannot read its host's memory."""
     # empty for a device that is only described
     kinds = [memory.kind for memory in device.addressable_memories()]
-    used = [
-        name
-        for name, is_on in dataclasses.asdict(config).items()
-        if is_on and kinds and HOST not in kinds
-    ]
-    if used:
+    if not kinds or HOST in kinds:
+        return
+    for name, is_on in dataclasses.asdict(config).items():
+        if not is_on:
+            continue
         yield (
-            f"offload.{', offload.'.join(used)}: {device.platform} devices ({device.device_kind}) have no memory of kind "
+            f"offload.{name}: {device.platform} devices ({device.device_kind}) have no memory of kind "
             f"{HOST}, only {', '.join(kinds)}; leave it off, or raise mesh.fsdp: each device then holds less"
         )
 

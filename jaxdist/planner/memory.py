@@ -44,6 +44,7 @@ from jaxdist.planner.state import (
     Components,
     gathers_inside,
     held_state,
+    host_state_bytes,
     parameter_bytes,
     shard_size,
 )
@@ -122,7 +123,7 @@ def moved_bytes(components: Mapping[str, int]) -> int:
     the forward pass.
     """
     parameters = components.get(HOST_PARAMETERS, 0)
-    return 2 * (components.get(HOST_STATE, 0) + parameters) + parameters
+    return 2 * host_state_bytes(components) + parameters
 
 
 def offload_lines(
@@ -137,7 +138,7 @@ def offload_lines(
     moved = moved_bytes(components)
     if not moved:
         return []
-    on_host = components.get(HOST_STATE, 0) + components.get(HOST_PARAMETERS, 0)
+    on_host = host_state_bytes(components)
     chip = _chip(target)
     return [
         f"offload: each device keeps {on_host / GIB:.2f} GiB of state on its host. Every step moves "

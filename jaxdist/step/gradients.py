@@ -5,9 +5,8 @@ a gradient to the sums as soon as it is known; in a scan over layers that is lay
 layer. If a step made a tree of its own first, there would be two.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -63,41 +62,34 @@ class SumsFunction(Protocol):
         ...
 
 
-class AddGradients(Protocol):
-    """A function that adds the gradients of an accumulation step to sums, in place."""
+class GradientFunction(Protocol):
+    """A function that computes the gradients of the objective for a batch."""
 
     def __call__(
         self,
-        sums: Tree,
         trainable: Tree,
         model_state: Tree,
         frozen: Tree,
         batch: Batch,
         key: jax.Array | None,
         scale: jax.Array | None = None,
-    ) -> tuple[Tree, Loss]:
-        """Adds the gradients of an accumulation step to sums.
+        sums: Tree | None = None,
+    ) -> tuple[Tree, tuple[Loss, Tree]]:
+        """Computes gradients like a `SumsFunction`, or adds them to sums in place.
 
         Args:
-          sums: float32 sums of the gradients of earlier accumulation steps.
           trainable: the trained parameters.
           model_state: the model's state.
           frozen: the parameters that are not trained.
-          batch: the accumulation step of the batch.
+          batch: the global batch, or an accumulation step of it.
           key: the step's random key; None: the model is deterministic.
           scale: factor of the objective and its gradients; default: 1.
+          sums: float32 sums of the gradients of earlier accumulation steps.
 
         Returns:
-          The new sums, and the unscaled loss of this accumulation step.
+          The gradients, or the new sums; the unscaled loss; and the model's state.
         """
         ...
-
-
-class GradientFunctions(NamedTuple):
-    """Two ways to compute the gradients of the objective for a batch."""
-
-    compute: SumsFunction
-    add: AddGradients
 
 
 def build_objective(
@@ -141,46 +133,44 @@ def build_objective(
     return objective
 
 
-def differentiate(objective: SumsFunction) -> GradientFunctions:
-    """Makes the functions that compute the gradients of `build_objective`."""
-    compute: SumsFunction = jax.grad(objective, has_aux=True)
+def differentiate(objective: SumsFunction) -> GradientFunction:
+    """Makes the function that computes the gradients of an objective."""
 
-    def add(
-        sums: Tree,
+    def gradients(
         trainable: Tree,
         model_state: Tree,
         frozen: Tree,
         batch: Batch,
         key: jax.Array | None,
         scale: jax.Array | None = None,
-    ) -> tuple[Tree, Loss]:
-        if any(x.dtype != jnp.float32 for x in jax.tree.leaves(trainable)):
-            # jax adds to references only in the dtype of the parameters
-            gradients, (loss, _) = compute(
-                trainable, model_state, frozen, batch, key, scale
-            )
-            return jax.tree.map(jnp.add, sums, gradients), loss
-
+        sums: Tree | None = None,
+    ) -> tuple[Tree, tuple[Loss, Tree]]:
         def of_trainable(trainable: Tree) -> tuple[jax.Array, tuple[Loss, Tree]]:
             total: tuple[jax.Array, tuple[Loss, Tree]] = objective(
                 trainable, model_state, frozen, batch, key, scale
             )
             return total
 
-        total, pull_back, (loss, _) = jax.vjp(of_trainable, trainable, has_aux=True)
+        # jax adds to references only in the dtype of the parameters
+        is_float32 = all(x.dtype == jnp.float32 for x in jax.tree.leaves(trainable))
+        if sums is None or not is_float32:
+            found, aux = jax.grad(of_trainable, has_aux=True)(trainable)
+            if sums is not None:
+                found = jax.tree.map(jnp.add, sums, found)
+            return found, aux
+        total, pull_back, aux = jax.vjp(of_trainable, trainable, has_aux=True)
         references = jax.tree.map(jax.new_ref, sums)
-        # `jax.vjp` is annotated to return a plain function
-        adding_to: Callable[[Tree], Callable[[jax.Array], Tree]] = pull_back.with_refs  # type: ignore[attr-defined]
-        adding_to(references)(jnp.ones_like(total))
-        return jax.tree.map(jax.freeze, references), loss
+        add: Any = pull_back  # annotated as a plain function
+        add.with_refs(references)(jnp.ones_like(total))
+        return jax.tree.map(jax.freeze, references), aux
 
-    return GradientFunctions(compute, add)
+    return gradients
 
 
 def build_pipelined(
-    spec: ModelSpec, staging: Staging, *, compute: str
-) -> tuple[GradientFunctions, SumsFunction]:
-    """Builds the objective's gradients, computed by the stages of a pipeline.
+    spec: ModelSpec, staging: Staging, *, compute: str, backward: bool = True
+) -> GradientFunction:
+    """Builds the gradients of the objective, computed by the stages of a pipeline.
 
     They equal the gradients of `build_objective`.
 
@@ -188,9 +178,7 @@ def build_pipelined(
       spec: the model with blocks by stage.
       staging: the pipeline's partition of the layers.
       compute: dtype of matrix products and activations.
-
-    Returns:
-      The functions that compute gradients, and the function that computes the loss only.
+      backward: False computes the loss only.
     """
     program = staging.program()
     names = names_of(spec)
@@ -198,45 +186,28 @@ def build_pipelined(
     def score(model: Any, x: jax.Array, microbatch: Batch, number: jax.Array) -> Loss:
         return spec.objective.head_loss(model, x, microbatch)
 
-    def run(
-        sums: Tree | None,
+    def pipelined(
         trainable: Tree,
         model_state: Tree,
         frozen: Tree,
         batch: Batch,
         key: jax.Array | None,
         scale: jax.Array | None = None,
-        *,
-        backward: bool = True,
-    ) -> tuple[Tree, Loss]:
+        sums: Tree | None = None,
+    ) -> tuple[Tree, tuple[Loss, Tree]]:
         params = StageParams(trainable, frozen, model_state)
         microbatches = split_batch(batch, staging.microbatches)
         pipeline = Pipeline(staging, program, build_assemble(spec, compute, key), score)
-        return pipeline_sums(
+        gradients, loss = pipeline_sums(
             pipeline, params, names, microbatches, key, scale, sums, backward=backward
-        )
-
-    def sums_of(
-        trainable: Tree,
-        model_state: Tree,
-        frozen: Tree,
-        batch: Batch,
-        key: jax.Array | None,
-        scale: jax.Array | None = None,
-        *,
-        backward: bool,
-    ) -> tuple[Tree, tuple[Loss, Tree]]:
-        gradients, loss = run(
-            None, trainable, model_state, frozen, batch, key, scale, backward=backward
         )
         return gradients, (loss, model_state)
 
-    gradients = GradientFunctions(compute=partial(sums_of, backward=True), add=run)
-    return gradients, partial(sums_of, backward=False)
+    return pipelined
 
 
 def sum_gradients(
-    gradients_of: GradientFunctions,
+    gradient_of: GradientFunction,
     state: State,
     batch: Batch,
     key: jax.Array,
@@ -252,7 +223,7 @@ def sum_gradients(
     counts (packing, padding) weigh as in a batch that is not split.
 
     Args:
-      gradients_of: functions of `build_pipelined` or `differentiate`.
+      gradient_of: function of `build_pipelined` or `differentiate`.
       state: the state, whose parameters and model state are read.
       batch: the global batch.
       key: the step's random key.
@@ -267,10 +238,7 @@ def sum_gradients(
     def sum_locally(
         params: StageParams, batch: Batch, key: jax.Array, scale: jax.Array | None
     ) -> Sums:
-        scaled = GradientFunctions(
-            compute=partial(gradients_of.compute, scale=scale),
-            add=partial(gradients_of.add, scale=scale),
-        )
+        scaled = partial(gradient_of, scale=scale)
         return _sum_accumulation_steps(
             scaled, params, batch, key, accumulation, names.trainable
         )
@@ -302,7 +270,7 @@ def sum_gradients(
 
 
 def _sum_accumulation_steps(
-    gradients_of: GradientFunctions,
+    gradient_of: GradientFunction,
     params: StageParams,
     batch: Batch,
     key: jax.Array,
@@ -311,14 +279,14 @@ def _sum_accumulation_steps(
 ) -> Sums:
     trainable, frozen, model_state = params
     if accumulation == 1:
-        gradients, (loss, after) = gradients_of.compute(
+        gradients, (loss, after) = gradient_of(
             trainable, model_state, frozen, batch, key
         )
         return Sums(_shard_gradients(gradients, names), loss, after)
 
     def sums_after(sums: Tree, accumulation_step: Batch) -> tuple[Tree, Loss]:
-        gradients, loss = gradients_of.add(
-            sums, trainable, model_state, frozen, accumulation_step, key
+        gradients, (loss, _) = gradient_of(
+            trainable, model_state, frozen, accumulation_step, key, sums=sums
         )
         return _shard_gradients(gradients, names), loss
 

@@ -6,6 +6,7 @@ the gradients in its result, so XLA need not keep them.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 from jax.sharding import Mesh
@@ -18,7 +19,7 @@ from jaxdist.step import model_checks, reduction
 from jaxdist.step.assembly import assemble_model, names_of
 from jaxdist.step.evaluation import LossSums
 from jaxdist.step.gradients import (
-    GradientFunctions,
+    GradientFunction,
     SumsFunction,
     build_objective,
     build_pipelined,
@@ -35,7 +36,7 @@ from jaxdist.step.update import UpdateRule, apply_stats
 
 def build_step_with_gradients(
     spec: ModelSpec,
-    gradients_of: GradientFunctions,
+    gradient_of: GradientFunction,
     rule: UpdateRule,
     *,
     mesh: Mesh,
@@ -47,7 +48,7 @@ def build_step_with_gradients(
 
     Args:
       spec: the model with flat blocks.
-      gradients_of: compute the gradients of an accumulation step of a batch.
+      gradient_of: computes the gradients of an accumulation step of a batch.
       rule: updates the state by the gradients.
       mesh: the devices.
       rules: the sharding rules.
@@ -83,7 +84,7 @@ def build_step_with_gradients(
             parameters, batch = prepare(state.modules, parameters, batch)
             trainable, frozen = parameters
             sums = sum_gradients(
-                gradients_of,
+                gradient_of,
                 state._replace(trainable=trainable, frozen=frozen),
                 batch,
                 key,
@@ -155,7 +156,7 @@ def build_evaluate(
 
 def build_gradients(
     spec: ModelSpec, config: StepConfig
-) -> tuple[GradientFunctions, SumsFunction]:
+) -> tuple[GradientFunction, SumsFunction]:
     """Builds the gradients of the objective, and the objective without gradients.
 
     Args:
@@ -163,9 +164,10 @@ def build_gradients(
       config: the step's settings.
 
     Returns:
-      The functions that compute gradients, and the function that computes the loss.
+      The function that computes gradients, and the function that computes the loss.
     """
     if config.staging is None:
         objective = build_objective(spec, compute=config.compute, remat=config.remat)
         return differentiate(objective), objective
-    return build_pipelined(spec, config.staging, compute=config.compute)
+    build = partial(build_pipelined, spec, config.staging, compute=config.compute)
+    return build(backward=True), build(backward=False)

@@ -131,10 +131,10 @@ def build_train_step(
     init = partial(first_state, spec, state_staging, rule.transform, config)
     abstract = jax.eval_shape(init)
     shardings = state_shardings(spec_by_stage, abstract, mesh, rules, rule)
-    gradients_of, loss_of = programs.build_gradients(spec_by_stage, config)
+    gradient_of, loss_of = programs.build_gradients(spec_by_stage, config)
     step_with_gradients = programs.build_step_with_gradients(
         spec,
-        gradients_of,
+        gradient_of,
         rule,
         mesh=mesh,
         rules=rules,

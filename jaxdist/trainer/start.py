@@ -14,7 +14,7 @@ from jaxdist.step.state import State
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.traffic import Roofline
 from jaxdist.telemetry.units import time_text
-from jaxdist.trainer import data_position, restore, run_metadata, step_limit
+from jaxdist.trainer import data_position, restore, run_metadata, step_work
 from jaxdist.trainer.callbacks import Run
 from jaxdist.trainer.data_position import DataPosition
 from jaxdist.trainer.health import SkippingDataset
@@ -147,8 +147,8 @@ def _restore(
     )
 
 
-def _compile_in_time(run: Run) -> tuple[step_limit.StepWork, float]:
+def _compile_in_time(run: Run) -> tuple[step_work.StepWork, float]:
     """Compiles the step; returns its work and the seconds that this took."""
     began = time.monotonic()
-    work = step_limit.compile_step(run)
+    work = step_work.compile_step(run)
     return work, time.monotonic() - began

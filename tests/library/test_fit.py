@@ -402,7 +402,7 @@ def test_what_cannot_be_is_said_before_anything_compiles(whole, monkeypatch):
     ]
     compiled = []
     monkeypatch.setattr(
-        "jaxdist.trainer.step_limit.compile_step", lambda *_: compiled.append(1)
+        "jaxdist.trainer.step_work.compile_step", lambda *_: compiled.append(1)
     )
     for text, options in wrong:
         with pytest.raises(ConfigError, match=re.escape(text)):

@@ -299,7 +299,7 @@ WRONG = {
 @pytest.mark.parametrize("text", WRONG)
 def test_metrics_that_are_none_are_refused_before_anything_compiles(text, monkeypatch):
     wrong = type("Wrong", (Net,), {"metrics": WRONG[text]})
-    monkeypatch.setattr("jaxdist.trainer.step_limit.compile_step", None)
+    monkeypatch.setattr("jaxdist.trainer.step_work.compile_step", None)
     with pytest.raises(ConfigError, match=text):
         fit(model=lambda rngs: wrong(rngs=rngs), **ONE)
 

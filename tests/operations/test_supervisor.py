@@ -22,7 +22,7 @@ from jaxdist.config import ConfigError
 from jaxdist.distributed.cluster import ClusterInfo, find_cluster, first_host
 from jaxdist.distributed.local_devices import device_environment, visible_gpus
 from jaxdist.distributed.stop_signals import stop_signals
-from jaxdist.operations.launch import growth
+from jaxdist.operations.launch import endings, growth
 from jaxdist.operations.launch import supervisor as supervisor_module
 from jaxdist.operations.launch.endings import describe_exit, lost_process
 from jaxdist.operations.launch.run_progress import (
@@ -53,7 +53,7 @@ def kill_me(): os.kill(os.getpid(), signal.SIGKILL)
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch):
     """Delays of a hundredth before restarts without progress."""
-    monkeypatch.setattr(supervisor_module, "_BACKOFF_S", 0.005)
+    monkeypatch.setattr(endings, "_BACKOFF_S", 0.005)
 
 
 def script(folder: Path, text: str) -> list[str]:

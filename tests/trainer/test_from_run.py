@@ -28,7 +28,7 @@ from jaxdist.trainer import (
     cli,
     initial_weights,
     source_run,
-    step_limit,
+    step_work,
     validation,
 )
 from jaxdist.trainer.run_config import RunConfig
@@ -684,7 +684,7 @@ def test_a_position_in_other_data_is_refused_before_anything_compiles(
     old, text, tmp_path, capsys, monkeypatch
 ):
     compiled = []
-    monkeypatch.setattr(step_limit, "compile_step", compiled.append)
+    monkeypatch.setattr(step_work, "compile_step", compiled.append)
     others = {"seed": 1, "batch__global_size": 16, "data__packing": "documents"}
     branch = words(text, init__from_run=old, init__data_position=True, **others)
     lines = refused(capsys, *branch, "--workdir", str(tmp_path / "new"))

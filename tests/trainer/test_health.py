@@ -26,7 +26,7 @@ from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.operations.watch import pace, replica_check
 from jaxdist.operations.watch.replica_check import compare_replicas
 from jaxdist.telemetry.metrics import read_events, read_rows
-from jaxdist.trainer import restore, run_config, run_metadata, step_limit, training
+from jaxdist.trainer import restore, run_config, run_metadata, step_work, training
 from jaxdist.trainer.health import Diverged, Monitor, SkippingDataset
 from jaxdist.trainer.loop import TrainingStopped
 from support.runs import SMALL_MODEL
@@ -443,7 +443,7 @@ def test_no_usable_checkpoint_is_said_before_the_step_is_compiled(
     shutil.copytree(story.then, folder)
     for step in list_steps(folder / "checkpoints"):
         (folder / "checkpoints" / str(step) / "metadata" / "metadata").unlink()
-    monkeypatch.setattr(step_limit, "compile_step", lambda *_: release.wait(100))
+    monkeypatch.setattr(step_work, "compile_step", lambda *_: release.wait(100))
     try:
         with pytest.raises(CheckpointError, match="no usable checkpoint"):
             run(folder)

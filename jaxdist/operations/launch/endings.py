@@ -14,6 +14,8 @@ _FINAL = {EXIT_NO_CHECKPOINT, EXIT_CONFIG}  # a new start would end in the same 
 # Exit codes of processes that end because another was lost, and their rank: a process
 # with rank 1 may have been lost itself, one with rank 2 was not.
 NOT_AT_FAULT = {-signal.SIGABRT: 1, EXIT_PEER_LOST: 2}
+_BACKOFF_S = 0.5
+_MAX_BACKOFF_S = 30.0
 UNSTARTED = -signal.SIGTERM  # ended by SIGTERM before its handler was set
 
 
@@ -47,6 +49,15 @@ def verdict(
     if (is_preempted or is_asked) and (is_saved or not may_have_stepped):
         return EXIT_PREEMPTED
     return None
+
+
+def backoff_s(failures: int) -> float:
+    """Computes the seconds before a restart.
+
+    Args:
+      failures: number of failures in a row without progress, >= 1.
+    """
+    return min(_BACKOFF_S * 2.0 ** (failures - 1), _MAX_BACKOFF_S)
 
 
 def lost_process(codes: Mapping[int, int]) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from jaxdist.config import EXIT_CONFIG, EXIT_PEER_LOST, EXIT_PREEMPTED
 from jaxdist.operations.launch import succession
-from jaxdist.operations.launch.endings import describe_exit, lost_process
+from jaxdist.operations.launch.endings import backoff_s, describe_exit, lost_process
 from jaxdist.operations.launch.growth import GrowthTimer
 from jaxdist.operations.launch.rendezvous import Generation, Order, Record
 from jaxdist.operations.launch.roster import Roster
@@ -17,8 +17,6 @@ from jaxdist.operations.launch.roster import Roster
 WAIT_S = 600.0  # most seconds to wait for enough machines
 _SETTLE_AFTER_LOSS_S = 5.0
 _MOST_DELAYS = 4  # times the wait to settle, after which the machines may still change
-_BACKOFF_S = 0.5
-_MAX_BACKOFF_S = 30.0
 _LOCKED_S = 10.0  # seconds between starts while the workdir may be locked
 
 
@@ -298,8 +296,7 @@ class Leader:
         """Computes the seconds for which the machines must be the same."""
         delay_s = 0.0
         if len(previous.failures) > 1:
-            doubled = _BACKOFF_S * 2 ** (len(previous.failures) - 2)
-            delay_s = min(doubled, _MAX_BACKOFF_S)
+            delay_s = backoff_s(len(previous.failures) - 1)
         if previous.silent > 1:
             delay_s = _LOCKED_S
         ids = {record.id for record in members}

@@ -17,7 +17,7 @@ _FLAGS = {
     "settle_s": "--settle-seconds",
     "lost_s": "--lost-seconds",
 }
-_TIMES = {"settle_s": 30.0, "lost_s": 15.0}  # defaults
+_TIMES = {"settle_s": MachineOptions.settle_s, "lost_s": MachineOptions.lost_s}
 _MOST = 1024  # machines
 _FOLDER = "agents"  # in the workdir
 # An address without a machine (RFC 5737). No packet is sent to it.
@@ -60,7 +60,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         metavar="SECONDS",
         help="seconds to wait for more than MIN machines before the first start "
-        "(default 30)",
+        f"(default {MachineOptions.settle_s:g})",
     )
     add(
         "--lost-seconds",
@@ -68,7 +68,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=argparse.SUPPRESS,
         metavar="SECONDS",
-        help="seconds without a heartbeat after which a machine is lost (default 15)",
+        help="seconds without a heartbeat after which a machine is lost "
+        f"(default {MachineOptions.lost_s:g})",
     )
 
 

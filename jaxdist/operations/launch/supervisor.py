@@ -25,6 +25,7 @@ from jaxdist.distributed.stop_signals import last_handler, stop_signals
 from jaxdist.operations.launch.endings import (
     NOT_AT_FAULT,
     UNSTARTED,
+    backoff_s,
     describe_exit,
     lost_process,
     verdict,
@@ -36,8 +37,6 @@ from jaxdist.trainer import elastic
 
 # seconds after the end of such a process in which the lost one reports its error
 _CAUSE_S = 5.0
-_BACKOFF_S = 0.5
-_MAX_BACKOFF_S = 30.0
 _WAIT_S = 600.0  # most seconds to wait for capacity
 
 
@@ -306,7 +305,7 @@ class Supervisor:
             return early[number] if early[number] > 0 else EXIT_PEER_LOST
         delay = 0.0
         if not progressed:
-            delay = min(_BACKOFF_S * 2 ** (num_failures - 1), _MAX_BACKOFF_S)
+            delay = backoff_s(num_failures)
         self.say(
             f"restart {num_failures} of {self.options.max_restarts} without progress, in {delay:g} s"
         )

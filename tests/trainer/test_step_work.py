@@ -9,7 +9,7 @@ from jaxdist.hardware import chips
 from jaxdist.trainer import (
     published_mfu,
     run_config,
-    step_limit,
+    step_work,
     training,
     validation,
 )
@@ -39,7 +39,7 @@ def train(folder, steps):
 
 
 def test_a_run_says_what_limits_its_step(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(step_limit, "chip_for", lambda kind: chips.FAMILIES["a100"])
+    monkeypatch.setattr(step_work, "chip_for", lambda kind: chips.FAMILIES["a100"])
     found = train(tmp_path, 1)["roofline"]
     assert found["bound"] == "memory"  # so small a model multiplies little
     assert found["threshold"] == pytest.approx(19.5e12 / 2039e9)
