@@ -427,6 +427,7 @@ def run_item(
     command = command_of(item, tiny, out)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "record.json"
+        signals = _HeldSignals()
         with log.open("wb") as output:
             child = subprocess.Popen(
                 [*command, "--out", str(file)],
@@ -438,6 +439,7 @@ def run_item(
                 start_new_session=True,
             )
         try:
+            signals.release()
             code: int | None = child.wait(seconds)
         except subprocess.TimeoutExpired:
             code = None
@@ -462,6 +464,31 @@ def run_item(
             "log": _tail(log),
         }
     return row | {"status": "failed", "reason": _reason(code, log), "log": _tail(log)}
+
+
+class _HeldSignals:
+    """Signals that end this program, held back until `release`.
+
+    A signal between the start of an item and the `try` that ends it would leave the
+    item alone on the accelerator.
+    """
+
+    def __init__(self) -> None:
+        self._received: list[int] = []
+        self._handlers = {
+            number: signal.signal(number, self._hold)
+            for number in (signal.SIGTERM, signal.SIGHUP)
+        }
+
+    def _hold(self, number: int, _: object) -> None:
+        self._received.append(number)
+
+    def release(self) -> None:
+        """Restores the handlers, and calls them for what was held."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        for number in self._received:
+            signal.raise_signal(number)
 
 
 def _environment(item: Item) -> dict[str, str]:

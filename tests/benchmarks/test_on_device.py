@@ -162,6 +162,34 @@ def test_ended_by_a_signal_it_ends_its_item(on_device, monkeypatch, tmp_path):
         os.kill(int((tmp_path / "logs" / "slow.log").read_text()), 0)
 
 
+def test_a_signal_during_an_items_start_ends_the_item(
+    on_device, monkeypatch, tmp_path
+):
+    """The signal arrives before `Popen` returns."""
+    children = []
+
+    def start(*arguments, **options):
+        children.append(popen(*arguments, **options))
+        signal.raise_signal(signal.SIGTERM)
+        return children[0]
+
+    popen = on_device.subprocess.Popen
+    monkeypatch.setitem(CODE, "slow", "import time; time.sleep(60)")
+    monkeypatch.setattr(on_device.Item, "limit_s", 60.0)
+    monkeypatch.setattr(on_device.subprocess, "Popen", start)
+    kept = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run(on_device, monkeypatch, "--out", str(tmp_path), "--items", "slow")
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert children[0].returncode == -signal.SIGKILL
+
+
 def test_missing_packages_are_named_with_their_cure(on_device, monkeypatch, capsys):
     def version(name: str) -> str:
         if name == "ml-collections":
