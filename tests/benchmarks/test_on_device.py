@@ -162,9 +162,7 @@ def test_ended_by_a_signal_it_ends_its_item(on_device, monkeypatch, tmp_path):
         os.kill(int((tmp_path / "logs" / "slow.log").read_text()), 0)
 
 
-def test_a_signal_during_an_items_start_ends_the_item(
-    on_device, monkeypatch, tmp_path
-):
+def test_a_signal_during_an_items_start_ends_the_item(on_device, monkeypatch, tmp_path):
     """The signal arrives before `Popen` returns."""
     children = []
 
