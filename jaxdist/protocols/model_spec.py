@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from jaxdist.config import ConfigError, trees
 from jaxdist.config.patterns import is_found, pattern_faults
 from jaxdist.protocols import param_names
 from jaxdist.protocols.dim_names import STACKED, Names
+from jaxdist.protocols.first_arrays import Build, FirstArrays
 from jaxdist.protocols.model import is_staged, layers_of, pattern_of
 from jaxdist.protocols.objective import NextToken, Objective, WholeModel, token_faults
 from jaxdist.protocols.sample_sums import sums_over_samples
@@ -26,7 +27,7 @@ Tree = Any  # nested dicts of arrays
 class ModelSpec:
     """A model without its arrays: its graph, their shapes, and their logical names."""
 
-    build: Callable[[nnx.Rngs], nnx.Module]
+    first: FirstArrays  # makes the arrays of a new model
     graph: nnx.GraphDef[Any]
     trainable: Tree  # tree of ShapeDtypeStructs
     model_state: Tree
@@ -93,7 +94,7 @@ class ModelSpec:
           (trainable, model state, frozen).
         """
         with nnx.use_eager_sharding(False):
-            model = _build(self.build, nnx.Rngs(key))
+            model = self.first.model(key)
             for path, value in (given or {}).items():
                 names = path.split(trees.SEPARATOR)
                 target: Any = functools.reduce(getattr, names, model)
@@ -290,7 +291,7 @@ class ModelSpec:
 
 
 def describe(
-    build: Callable[[nnx.Rngs], nnx.Module],
+    build: Build,
     *,
     frozen: Sequence[str] = (),
     rules: Sequence[tuple[str, str]] = (),
@@ -316,7 +317,8 @@ def describe(
     ]
     if faults:
         raise ConfigError(faults)
-    model = _abstract_model(build)
+    first = _trace(build)
+    model = first.abstract_model()
     staged = is_staged(model)
     names, misfits = param_names.name_parameters(model, rules, staged=staged)
     faults = [
@@ -336,7 +338,7 @@ def describe(
         )
 
     return ModelSpec(
-        build,
+        first,
         names=names_of(parts.trainable),
         frozen_names=names_of(parts.frozen),
         model_class=type(model),
@@ -349,21 +351,20 @@ def describe(
     )
 
 
-def _abstract_model(build: Callable[[nnx.Rngs], nnx.Module]) -> nnx.Module:
-    """Builds the model with abstract arrays.
+def _trace(build: Build) -> FirstArrays:
+    """Traces the model's constructor.
 
     Raises:
-      ConfigError: it cannot be built.
+      ConfigError: the model cannot be built.
     """
-    with nnx.use_eager_sharding(False):
-        try:
-            return nnx.eval_shape(lambda: _build(build, nnx.Rngs(0)))
-        except ConfigError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"model: cannot be built with these options: {error}"
-            ) from error
+    try:
+        return FirstArrays(build)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"model: cannot be built with these options: {error}"
+        ) from error
 
 
 def stored_dtype(x: jax.ShapeDtypeStruct, params: str) -> jnp.dtype:
@@ -390,13 +391,6 @@ class _Parts(NamedTuple):
     frozen: Tree
     streams: Tree
     model_state: Tree
-
-
-def _build(build: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
-    # flax treats arrays that are created while it traces as static, unless their type
-    # is registered.
-    nnx.register_data_type(type(jnp.zeros(())))
-    return build(rngs)
 
 
 def _split(model: nnx.Module, frozen: Sequence[str]) -> _Parts:

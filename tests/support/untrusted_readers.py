@@ -470,7 +470,7 @@ def _of_models(work: Path) -> dict[str, Reader]:
                 rank=4, alpha=8, targets=("query", "value", "down")
             )
             plain = spec
-            adapted = describe(lora.adapted(spec.build, chosen)).trainable
+            adapted = describe(lora.adapted(spec.first.build, chosen)).trainable
     factors = {path: x.shape for path, x in trees.flatten_names(adapted).items()}
 
     def adapter(file: Path) -> object:
