@@ -65,7 +65,7 @@ def new_streams(key: jax.Array) -> nnx.Rngs:
     of draws.
     """
     streams = nnx.Rngs(key)
-    streams.default = _CountedStream(key, tag="default")
+    vars(streams)["default"] = _CountedStream(key, tag="default")
     return streams
 
 
@@ -76,6 +76,8 @@ class _CountedStream(nnx.RngStream):
     tracer. It has none, and jax composes an error text from the whole trace so far. So
     the time of N draws would grow with N^2 (docs/decisions.md, 2026-11-28).
     """
+
+    count: Any  # RngCount
 
     def __init__(self, key: jax.Array, *, tag: str) -> None:
         super().__init__(key, tag=tag)

@@ -91,7 +91,11 @@ class RepeatedOutputs:
                 found[id(part.output)] = made[place]
         rest = [x for x in outputs if id(x) not in found]
         values = jaxpr_as_fun(self._only(rest))(key)
-        found |= {id(x): value for x, value in zip(rest, values, strict=True)}
+        for output, value in zip(rest, values, strict=True):
+            if isinstance(output, Literal):  # it comes back as a number of Python
+                aval: Any = output.aval
+                value = jnp.asarray(value, aval.dtype)
+            found[id(output)] = value
         return [found[id(x)] for x in outputs]
 
     def _fold(self, key: jax.Array, folded: Sequence[Var]) -> jax.Array:
@@ -178,7 +182,8 @@ class RepeatedOutputs:
 
 
 def _is_worth_a_loop(group: Sequence[_Part]) -> bool:
-    numbers = math.prod(group[0].output.aval.shape) * len(group)
+    aval: Any = group[0].output.aval
+    numbers = math.prod(aval.shape) * len(group)
     has_work = bool(group[0].equations)
     return has_work and len(group) >= _FEWEST and numbers <= _MOST_NUMBERS
 

@@ -3,6 +3,7 @@ many equal layers are made in a loop.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -29,13 +30,14 @@ class Layers(nnx.Module):
             [nnx.Linear(width, width, rngs=rngs) for _ in range(count)]
         )
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.scale = nnx.Param(jnp.zeros(()))
         self.last = nnx.Linear(width, 2, rngs=nnx.Rngs(rngs.params()))
 
     def loss(self, batch, key):
         x = batch["x"]
         for layer in self.layers:
             x = self.dropout(layer(x))
-        return (self.last(x) ** 2).mean()
+        return (self.last(x) ** 2).mean() * self.scale
 
 
 def layers(count: int, width: int = 8):
