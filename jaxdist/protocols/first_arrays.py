@@ -37,7 +37,8 @@ class FirstArrays:
             return state
 
         with nnx.use_eager_sharding(False):
-            traced = jax.jit(arrays).trace(jax.random.key(0))
+            # An abstract key: a real one would compile a program first.
+            traced = jax.jit(arrays).trace(jax.eval_shape(jax.random.key, 0))
             self._outputs = RepeatedOutputs(traced.jaxpr)
             self._state = traced.out_info
 
