@@ -235,6 +235,11 @@ class SkippingDataset(Dataset):
         """Reads rows of the global batch that follows `step` updates; see Dataset."""
         return self._whole.train_batch(self.position(step), global_size, rows)
 
+    @property
+    def any_step(self) -> bool:
+        """Whether steps can be read in any order; see Dataset."""
+        return self._whole.any_step
+
     def attention_work(
         self, step: int, global_size: int, chunks: int = 1
     ) -> np.ndarray | None:
