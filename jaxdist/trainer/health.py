@@ -99,8 +99,9 @@ class Monitor:
           Diverged: the step has a fault that `health.*` does not allow.
         """
         began = time.monotonic()
-        skipped = int(metrics["skipped"])
-        loss = float(metrics["loss"])
+        # `item` is the cheapest way to a number of an array, and this is each step
+        skipped = metrics["skipped"].item()
+        loss = metrics["loss"].item()
         self.waited_s += time.monotonic() - began
         if skipped:
             self._report_nonfinite(number, skipped)

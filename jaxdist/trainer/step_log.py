@@ -147,7 +147,9 @@ class StepLog:
         seconds = now - window.began - window.paused_s
         steps = number - window.step
         scalars = {name: x for name, x in metrics.items() if x.ndim == 0}
-        row = {name: x.item() for name, x in jax.device_get(scalars).items()}
+        for x in scalars.values():
+            x.copy_to_host_async()  # all copies at once
+        row = {name: x.item() for name, x in scalars.items()}
         del row["tokens"]  # `tokens_seen` and the throughput have it
         del row["skipped"]  # the event `nonfinite` has it
         row["tokens_seen"] = tokens_seen
@@ -195,9 +197,9 @@ class StepLog:
         return number // interval > (number - log_every) // interval
 
     def _count_tokens(self) -> None:
-        self.progress.tokens_seen += sum(
-            int(count) for count in jax.device_get(self._tokens)
-        )
+        for count in self._tokens:
+            count.copy_to_host_async()  # all copies at once
+        self.progress.tokens_seen += sum(count.item() for count in self._tokens)
         self._tokens.clear()
 
     def elapsed_s(self) -> float:
