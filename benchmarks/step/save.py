@@ -138,7 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     # Short steps show what a save costs them.
     parser.set_defaults(batch=1, sequence=64)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--folder", help="folder to write to (default: a temporary one)")
+    parser.add_argument(
+        "--folder", help="folder to write to (default: a temporary one)"
+    )
     parser.add_argument("--out", help="JSON file")
     return parser
 
