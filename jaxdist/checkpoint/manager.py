@@ -408,7 +408,8 @@ class CheckpointManager:
         except Exception:
             # The sums communicate. So they are started even if Orbax has failed: on the
             # other processes it may not have.
-            fingerprint.start(arrays)
+            with contextlib.suppress(Exception):  # the first error counts
+                fingerprint.start(arrays)
             raise
         try:
             sums: jax.Array = fingerprint.start(arrays)
@@ -657,7 +658,9 @@ class CheckpointManager:
 
     @functools.cached_property
     def _backend(self) -> Any:
-        return preload().OrbaxBackend(timeout_s=self.config.timeout_s)
+        return preload().OrbaxBackend(
+            timeout_s=self.config.timeout_s, compress=self.config.compress
+        )
 
     def close(self) -> None:
         """Waits for the running save and releases threads and the lock.

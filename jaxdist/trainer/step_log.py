@@ -199,7 +199,7 @@ class StepLog:
     def _count_tokens(self) -> None:
         for count in self._tokens:
             count.copy_to_host_async()  # all copies at once
-        self.progress.tokens_seen += sum(count.item() for count in self._tokens)
+        self.progress.tokens_seen += sum(int(count.item()) for count in self._tokens)
         self._tokens.clear()
 
     def elapsed_s(self) -> float:
