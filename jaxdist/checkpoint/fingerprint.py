@@ -89,7 +89,8 @@ def _mix(bits: jax.Array, index: jax.Array) -> jax.Array:
     x = bits ^ (index * jnp.uint32(_GOLDEN) + jnp.uint32(_MIX1))
     x = (x ^ (x >> 16)) * jnp.uint32(_MIX1)
     x = (x ^ (x >> 13)) * jnp.uint32(_MIX2)
-    return x ^ (x >> 16)
+    mixed: jax.Array = x ^ (x >> 16)
+    return mixed
 
 
 def _has_one_cpu() -> bool:
@@ -110,5 +111,6 @@ def _sum_in_slices(bits: jax.Array) -> jax.Array:
         first = number * size
         part = flat[first : first + size]
         sums = sums + _mix(part, index + jnp.uint32(first % 2**32))
-    # without the barrier, XLA makes one slow sum of it again
-    return jnp.sum(lax.optimization_barrier(sums), dtype=jnp.uint32)
+    # without a barrier, XLA makes one slow sum of it again
+    sums = lax.optimization_barrier(sums)
+    return jnp.sum(sums, dtype=jnp.uint32)
