@@ -1103,8 +1103,8 @@ return (gradients, total._replace(count=more.count)), None
         name="each_process_begins_at_its_own_sample",
         room="data",
         function="Dataset.train_batch",
-        old="step * global_size + np.arange(global_size)[rows]",
-        new="step * len(np.arange(global_size)[rows]) + np.arange(global_size)[rows]",
+        old="self._locate_batch(step, global_size)",
+        new="self._locate(step * len(chosen) + np.arange(global_size))",
         tests=(
             "data/test_dataset.py::test_batches_do_not_depend_on_processes_or_on_where_one_starts",
         ),

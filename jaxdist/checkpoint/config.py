@@ -39,6 +39,9 @@ class CheckpointConfig:
     save_at_end: bool = True  # whether to save after the last step, too
     # whether to write in the background while training continues
     asynchronous: bool = True
+    # whether arrays are compressed (zstd): 8 to 22 % fewer bytes for twice the
+    # processor time of a save
+    compress: bool = False
     # seconds to wait for the previous save; after that, the next save is skipped
     patience_s: NonNegativeFloat = 30.0
     # seconds that one save may take before it counts as failed

@@ -308,7 +308,12 @@ class CheckpointManager:
             self._clean_up_and_report(step, error, report)
             return
         finish = functools.partial(
-            self._finish, step, names=list(arrays), sums=sums, report=report
+            self._finish,
+            step,
+            names=list(arrays),
+            sums=sums,
+            report=report,
+            beside=self.config.asynchronous and not wait,
         )
         if self.config.asynchronous:
             self._background.begin(finish, f"save of step {step}")
@@ -392,11 +397,26 @@ class CheckpointManager:
     ) -> jax.Array:
         """Starts to write a step, and returns the sums of `fingerprint.start`.
 
+        The sums are computed after Orbax has copied the arrays, so that training does
+        not wait for them. The arrays are not donated before this method returns.
+
         Raises:
           Exception: any error of Orbax or of the disk.
         """
-        sums: jax.Array = fingerprint.start(arrays)
-        self._backend.start(self.folder / str(step), arrays, document)
+        try:
+            self._backend.start(self.folder / str(step), arrays, document)
+        except Exception:
+            # The sums communicate. So they are started even if Orbax has failed: on the
+            # other processes it may not have.
+            with contextlib.suppress(Exception):  # the first error counts
+                fingerprint.start(arrays)
+            raise
+        try:
+            sums: jax.Array = fingerprint.start(arrays)
+        except Exception:
+            with contextlib.suppress(Exception):  # the first error counts
+                self._backend.finish()
+            raise
         return sums
 
     def _finish(
@@ -406,13 +426,15 @@ class CheckpointManager:
         names: list[str],
         sums: jax.Array,
         report: Callable[..., None],
+        beside: bool,
     ) -> None:
         """Seals the step, deletes expired steps and reports the outcome.
 
-        An asynchronous save runs this in its background thread.
+        An asynchronous save runs this in its background thread. With `beside`, training
+        goes on meanwhile.
         """
         try:
-            self._seal(step, names, sums)
+            self._seal(step, names, sums, beside=beside)
         except Exception as error:
             self._clean_up_and_report(step, error, report)
         else:
@@ -446,7 +468,9 @@ class CheckpointManager:
             )
         report(problem, ok=error is None)
 
-    def _seal(self, step: int, names: list[str], sums: jax.Array) -> None:
+    def _seal(
+        self, step: int, names: list[str], sums: jax.Array, *, beside: bool
+    ) -> None:
         """Waits until all arrays are written. The first process then seals the step."""
         self._backend.finish()
         fingerprints = fingerprint.finish(names, sums)
@@ -454,7 +478,7 @@ class CheckpointManager:
             if not self._is_ours():
                 raise CheckpointError(f"another process has taken {self.folder}")
             assert self.run is not None
-            integrity.seal(self.folder, step, self.run, fingerprints)
+            integrity.seal(self.folder, step, self.run, fingerprints, beside=beside)
         self.last_sealed = step
 
     def _tidy(self, step: int, *, sealed: bool) -> None:
@@ -634,7 +658,9 @@ class CheckpointManager:
 
     @functools.cached_property
     def _backend(self) -> Any:
-        return preload().OrbaxBackend(timeout_s=self.config.timeout_s)
+        return preload().OrbaxBackend(
+            timeout_s=self.config.timeout_s, compress=self.config.compress
+        )
 
     def close(self) -> None:
         """Waits for the running save and releases threads and the lock.
@@ -643,6 +669,7 @@ class CheckpointManager:
         """
         if not self.wait():
             return  # a save that hangs still needs the backend and the lock
+        self._background.close()
         if "_backend" in self.__dict__:
             self._backend.close()
             del self._backend

@@ -104,7 +104,14 @@ class OrbaxBackend:
     Every process must make the same calls.
     """
 
-    def __init__(self, *, timeout_s: int) -> None:
+    def __init__(self, *, timeout_s: int, compress: bool = False) -> None:
+        """Makes Orbax's checkpointer.
+
+        Args:
+          timeout_s: seconds that a save may take.
+          compress: whether new steps are compressed. Steps of either kind can be read:
+            each array's metadata says how it is stored.
+        """
         # With `active_processes`, Orbax's processes wait for each other through the
         # coordination service, not in a collective. In a collective, a process whose
         # save fails would leave the others waiting, until its next step answers them.
@@ -115,7 +122,9 @@ class OrbaxBackend:
         everyone = set(range(jax.process_count())) if several else None
         self._barrier = coordination.FailableBarrier("save") if several else None
         processes = ocp.options.MultiprocessingOptions(active_processes=everyone)
-        arrays = ocp.PyTreeCheckpointHandler(type_handler_registry=_type_handlers())
+        arrays = ocp.PyTreeCheckpointHandler(
+            type_handler_registry=_type_handlers(), use_compression=compress
+        )
         items = {STATE_ITEM: arrays, METADATA_ITEM: ocp.JsonCheckpointHandler()}
         composite = ocp.CompositeOptions(multiprocessing_options=processes)
         handler = ocp.CompositeCheckpointHandler(composite_options=composite, **items)

@@ -85,7 +85,8 @@ class DataConfig:
     ] = 0
     # folder for tokenized corpora, trained BPE tokenizers and packing plans
     cache_dir: Annotated[str, Resume("harmless"), OutsideStep()] = "~/.cache/jaxdist"
-    # number of batches that a thread prepares ahead; 0 = no thread
+    # number of batches that a thread prepares ahead; up to 16 batches of a few KB count
+    # as one; 0 = no thread
     prefetch: Annotated[
         int, Interval(ge=0, le=64), Resume("harmless"), OutsideStep()
     ] = 2

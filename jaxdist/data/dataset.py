@@ -24,7 +24,7 @@ checked or restored at the place that its line names:
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -38,6 +38,8 @@ from jaxdist.data.tokenizer import Tokenizer
 # samples.
 SAMPLE_MASK = 0x7FFFFFFF
 _ALL_ROWS = slice(None)
+# rows that are located in one call, in batches of fewer rows: it costs as much for one
+_LOCATED = 1024
 
 
 class SourceError(RuntimeError):
@@ -69,6 +71,16 @@ class DatasetSplit:
     num_bytes: float | None = None  # UTF-8 bytes of the text; None = unknown
     scanned: bool = True  # whether all token ids are known to be in the vocabulary
     pads: bool = True  # whether rows past the end are empty rows with weight 0
+
+
+class _Located(NamedTuple):
+    """The sources and row numbers of some consecutive training batches."""
+
+    first: int  # first step
+    end: int
+    size: int  # rows of a batch, G
+    source: np.ndarray  # [(end - first) G]
+    row: np.ndarray  # [(end - first) G]
 
 
 class Dataset:
@@ -113,6 +125,8 @@ class Dataset:
         keys = [order_key(seed, str(number)) for number in range(len(train))]
         self._keys = np.array(keys, np.uint64)
         self._mixture = Mixture(weights)
+        nothing = np.empty(0, np.int64)
+        self._located = _Located(0, 0, 0, nothing, nothing)
         self._vocab_size = vocab_size
         self._ids_are_checked = all(side.scanned for side in (*train, *held_out))
         self._pads = all(side.pads for side in held_out)
@@ -143,7 +157,18 @@ class Dataset:
         Raises:
           SourceError: a source cannot be read, or holds an id beyond the vocabulary.
         """
-        return self.read("train", step * global_size + np.arange(global_size)[rows])
+        chosen = np.arange(global_size)[rows]
+        source, row = self._locate_batch(step, global_size)
+        indices = step * global_size + chosen
+        return self._read_located("train", indices, source[chosen], row[chosen])
+
+    @property
+    def any_step(self) -> bool:
+        """Whether steps can be read in any order, and long before they are needed.
+
+        Only a function or an iterable of a user wants its steps in turn.
+        """
+        return True
 
     @property
     def epoch_samples(self) -> int | None:
@@ -229,6 +254,19 @@ class Dataset:
             source, rows = self._locate(indices)
         else:
             source, rows = self._locate_held_out(indices)
+        return self._read_located(split, indices, source, rows)
+
+    def _read_located(
+        self, split: str, indices: np.ndarray, source: np.ndarray, rows: np.ndarray
+    ) -> Batch:
+        """Reads rows whose places are known; see `read`.
+
+        Args:
+          split: "train" or "validation".
+          indices: numbers of rows in the split's order, [B].
+          source: number of the source of each row, [B].
+          rows: number of each row in its source, [B].
+        """
         try:
             batch = _read(self._samples[split], source, rows)
         except (OSError, IndexError) as error:
@@ -280,12 +318,31 @@ class Dataset:
             if not isinstance(samples, PackedDocuments):
                 return None
             packed.append(samples)
-        source, rows = self._locate(step * global_size + np.arange(global_size))
+        source, rows = self._locate_batch(step, global_size)
         work = np.empty((global_size, chunks), np.int64)
         for number in np.unique(source):
             chosen = source == number
             work[chosen] = packed[number].attention_work(rows[chosen], chunks)
         return work
+
+    def _locate_batch(
+        self, step: int, global_size: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Finds the sources and the rows in them of the batch of `step`, both [G].
+
+        The batches after it are located with it, and kept for the next calls.
+        """
+        located = self._located
+        is_known = located.first <= step < located.end
+        if not is_known or located.size != global_size:
+            end = step + max(1, _LOCATED // global_size)
+            indices = np.arange(step * global_size, end * global_size)
+            located = _Located(step, end, global_size, *self._locate(indices))
+            # one assignment: the loader's thread and the loop call this method
+            self._located = located
+        begin = (step - located.first) * global_size
+        rows = slice(begin, begin + global_size)
+        return located.source[rows], located.row[rows]
 
     def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Finds the source of training rows, and the row in it, both [B]."""

@@ -21,6 +21,11 @@ from jaxdist.data.packing import Batch
 
 DeviceBatch = dict[str, jax.Array]
 
+# Small batches are made in groups: to hand over a batch from thread to thread costs more
+# than to make it. A group has at most so many batches, and so many bytes.
+_GROUP = 16
+_GROUP_BYTES = 1 << 16
+
 
 class Placer:
     """Placement of the rows of global batches on devices.
@@ -116,8 +121,8 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
           shardings: {name of an entry: its sharding}.
           split: "train" or "validation".
           start: first step (updates finished before it), or first held-out batch.
-          prefetch: largest number of batches that are ready ahead. 0 reads in the
-            caller, without a thread.
+          prefetch: largest number of batches, or of groups of small batches, that are
+            ready ahead. 0 reads in the caller, without a thread.
           balancer: reorders the rows of training batches. None keeps their order.
 
         Raises:
@@ -135,8 +140,15 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
         self.step = start  # the step whose batch `next` returns
         self.data_wait_s = 0.0
         self._closed = False
-        # batches of `self.step` and of the steps after it
-        self._ahead: deque[Future[DeviceBatch]] = deque()
+        # Steps of a user's function or iterable are asked for one by one.
+        self._groups = split != "train" or source.any_step
+        self._group = 1  # number of batches in the next group
+        # batches of `self.step` and of the steps after it that have been taken over
+        # from the thread; an error stands for the batch that could not be made
+        self._ready: deque[DeviceBatch | BaseException] = deque()
+        # the groups after them, and the step after the last of them
+        self._ahead: deque[Future[list[DeviceBatch | BaseException]]] = deque()
+        self._ahead_end = start
         self._thread = None
         if prefetch:
             self._thread = ThreadPoolExecutor(1, f"jaxdist-{split}-data")
@@ -144,17 +156,46 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
         self._fill()
 
     def _fill(self) -> None:
-        """Submits steps to the thread, up to `prefetch` ahead."""
-        end = min(self.step + self._prefetch, self._stop)
-        for step in range(self.step + len(self._ahead), end):
+        """Submits groups of steps to the thread, up to `prefetch` ahead."""
+        while len(self._ahead) < self._prefetch and self._ahead_end < self._stop:
             assert self._thread
-            self._ahead.append(self._thread.submit(self._make, step))
+            steps = range(self._ahead_end, self._ahead_end + self._group)
+            self._ahead.append(self._thread.submit(self._make_group, steps))
+            self._ahead_end = steps.stop
+
+    def _make_group(self, steps: range) -> list[DeviceBatch | BaseException]:
+        """Makes the batches of some steps, up to the first error."""
+        made: list[DeviceBatch | BaseException] = []
+        for step in steps:
+            if self._closed or step >= self._stop:
+                break
+            try:
+                made.append(self._make(step))
+            except BaseException as error:  # raised for its step, not for the first one
+                made.append(error)
+                break
+        return made
 
     def _make(self, step: int) -> DeviceBatch:
         rows = self._placer.rows
         if self.balancer:
             rows = self.balancer.order(step)[rows]
-        return self._placer(self._read(step, self._size, rows))
+        batch = self._read(step, self._size, rows)
+        if self._groups:
+            num_bytes = sum(values.nbytes for values in batch.values())
+            self._group = max(1, min(_GROUP, _GROUP_BYTES // max(num_bytes, 1)))
+        return self._placer(batch)
+
+    def _take(self) -> DeviceBatch:
+        """Takes the batch of `self.step`, and waits for it if it is not ready."""
+        if not self._thread:
+            return self._make(self.step)
+        if not self._ready:
+            self._ready.extend(self._ahead.popleft().result())
+        batch = self._ready.popleft()
+        if isinstance(batch, BaseException):
+            raise batch
+        return batch
 
     def __next__(self) -> DeviceBatch:
         """Takes the next batch.
@@ -170,10 +211,7 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
             raise StopIteration
         begin_s = time.perf_counter()
         try:
-            if self._thread:
-                batch = self._ahead.popleft().result()
-            else:
-                batch = self._make(self.step)
+            batch = self._take()
         except BaseException:
             self.close()
             raise
@@ -185,6 +223,7 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
     def close(self) -> None:
         """Ends the thread and drops the prepared batches. It may be called again."""
         self._closed = True
+        self._ready.clear()
         self._ahead.clear()
         if self._thread:
             self._thread.shutdown(cancel_futures=True)

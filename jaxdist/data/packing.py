@@ -107,6 +107,9 @@ class Windows:
         """Finds the pieces of the files between positions of the stream, [B] each."""
         first = np.searchsorted(self._borders, begin, "right") - 1
         last = np.searchsorted(self._borders, end - 1, "right") - 1
+        if np.array_equal(first, last):  # each range lies in one run, as in one file
+            start = self._start[first] + begin - self._borders[first]
+            return Pieces(owner=self._owner[first], start=start, length=end - begin)
         counts = last - first + 1  # runs in each range
         run = np.repeat(first, counts) + count_up(counts)
         low = np.maximum(self._borders[run], np.repeat(begin, counts))

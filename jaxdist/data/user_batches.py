@@ -255,6 +255,11 @@ class UserDataset(Dataset):
         return {name: values[rows] for name, values in whole.items()}
 
     @property
+    def any_step(self) -> bool:
+        """Whether the batches are arrays; a reader's steps are read in turn."""
+        return self._reader is None
+
+    @property
     def epoch_samples(self) -> int | None:
         """The number of samples of arrays; None for a reader's batches."""
         return super().epoch_samples if self._reader is None else None

@@ -111,7 +111,8 @@ class Display:
         self._status = "starting"
         self._row: Mapping[str, object] = {}
         self._evaluation: list[tuple[str, str]] = []
-        self._held_back = ""  # the newest line, if it was not printed
+        # begin, values and end of the newest line, if it was not printed
+        self._held_back: tuple[str, Mapping[str, object], str] | None = None
         self._line_due = -math.inf  # time from which a line may be printed again
         self._spinner = Spinner("dots", style="cyan")
         self._live: Live | None = None
@@ -139,7 +140,7 @@ class Display:
         elif self._block is not None:
             self._draw(last=True)
         elif self._held_back:
-            self.note(self._held_back)
+            self.note(self._line(*self._held_back))
 
     def status(self, text: str) -> None:
         """Shows a status such as "restoring" until the next step."""
@@ -159,13 +160,19 @@ class Display:
             self._draw()
         if self._live is not None or self._block is not None:
             return
-        parts = [f"{name} {text}" for name, text in self._metrics_text(values)]
         head = f"step {step}/{self._total} ({100 * self._fraction():.1f} %)"
-        self._held_back = "  ".join([head, *parts, self._eta_text()])
-        if self._clock() >= self._line_due or step >= self._total:
-            self.note(self._held_back)
-            self._held_back = ""
-            self._line_due = self._clock() + LINE_EVERY_S
+        line = head, values, self._eta_text()
+        if self._clock() < self._line_due and step < self._total:
+            self._held_back = line
+            return
+        self.note(self._line(*line))
+        self._held_back = None
+        self._line_due = self._clock() + LINE_EVERY_S
+
+    def _line(self, head: str, values: Mapping[str, object], tail: str) -> str:
+        """Formats a row as a line. Most rows of short steps are never printed."""
+        parts = [f"{name} {text}" for name, text in self._metrics_text(values)]
+        return "  ".join([head, *parts, tail])
 
     def evaluation(self, step: int, values: Mapping[str, object]) -> None:
         """Shows an evaluation row; outside of notebooks it always prints a line."""

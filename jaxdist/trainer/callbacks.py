@@ -370,6 +370,10 @@ class CallbackList:
         self.keys = {key for callback in everyone for key in callback.keys}
         # callbacks that run on this process
         self._here = [item for item in everyone if lead or not item.lead_only]
+        # those of them that do something at each step
+        self._of_phases = _overriding(self._here, "on_phase")
+        self._of_steps = _overriding(self._here, "on_step")
+        self._of_records = _overriding(self._here, "on_record")
         self._others = others
         self._everyone = everyone
         self._started: list[Callback] = []
@@ -422,7 +426,7 @@ class CallbackList:
 
     def phase(self, phase: clock.Phase, step: int = 0) -> None:
         """Calls `on_phase`."""
-        for callback in self._here:
+        for callback in self._of_phases:
             callback.on_phase(phase, step)
 
     def progress(self, text: str) -> None:
@@ -436,7 +440,7 @@ class CallbackList:
         Raises:
           RuntimeError: a callback requests something without `may_request`.
         """
-        for callback in self._here:
+        for callback in self._of_steps:
             if callback.steps > 0:
                 continue
             before = (view.save_requested, view.stop_reason)
@@ -470,7 +474,7 @@ class CallbackList:
 
     def record(self, step: int, metrics: Metrics) -> None:
         """Calls `on_record`."""
-        for callback in self._here:
+        for callback in self._of_records:
             callback.on_record(step, metrics)
 
     def row(self, row: RowView) -> None:
@@ -517,6 +521,16 @@ class CallbackList:
             for callback in self._here:
                 if callback.name:
                     callback.load(states.get(callback.name))
+
+
+def _overriding(callbacks: Iterable[Callback], method: str) -> list[Callback]:
+    """Selects the callbacks that have a method of their own in place of Callback's."""
+    inherited = getattr(Callback, method)
+    return [
+        callback
+        for callback in callbacks
+        if getattr(type(callback), method) is not inherited or method in vars(callback)
+    ]
 
 
 def check_callbacks(callbacks: Iterable[object]) -> None:

@@ -3,10 +3,12 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
+import numpy as np
 
 from jaxdist.data.loader import Loader
 from jaxdist.step.state import Metrics
@@ -63,6 +65,11 @@ class StepLog:
             for device in self.run.devices
             if device.process_index == jax.process_index()
         ]
+        # Scalars of accelerators are copied to the host all at once. Those of CPUs are
+        # there, and the request alone would take longer than to read them.
+        self._copies_at_once = any(
+            device.platform != "cpu" for device in self._local_devices
+        )
         # numbers and metrics of steps that are not recorded yet
         self._pending: deque[tuple[int, Metrics]] = deque()
         # counts of weighted targets that `progress` does not include yet
@@ -147,7 +154,7 @@ class StepLog:
         seconds = now - window.began - window.paused_s
         steps = number - window.step
         scalars = {name: x for name, x in metrics.items() if x.ndim == 0}
-        row = {name: x.item() for name, x in jax.device_get(scalars).items()}
+        row = dict(zip(scalars, self._read(list(scalars.values())), strict=True))
         del row["tokens"]  # `tokens_seen` and the throughput have it
         del row["skipped"]  # the event `nonfinite` has it
         row["tokens_seen"] = tokens_seen
@@ -195,10 +202,15 @@ class StepLog:
         return number // interval > (number - log_every) // interval
 
     def _count_tokens(self) -> None:
-        self.progress.tokens_seen += sum(
-            int(count) for count in jax.device_get(self._tokens)
-        )
+        self.progress.tokens_seen += sum(map(int, self._read(self._tokens)))
         self._tokens.clear()
+
+    def _read(self, scalars: Sequence[jax.Array]) -> list[Any]:
+        """Reads scalars of the devices as numbers of Python."""
+        if self._copies_at_once:
+            for x in scalars:
+                x.copy_to_host_async()
+        return [np.asarray(x).item() for x in scalars]
 
     def elapsed_s(self) -> float:
         """Computes the seconds of training so far, over all restarts."""

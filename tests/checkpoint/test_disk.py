@@ -391,3 +391,21 @@ def test_a_run_without_a_good_step_exits_77(straight, tmp_path):
     bad = [e["step"] for e in read_events(workdir) if e["event"] == "bad_checkpoint"]
     assert bad == [28, 21, 14]
     assert folders.list_steps(workdir / "checkpoints") == [14, 21, 28]
+
+
+def test_work_that_fails_does_not_end_the_thread(tmp_path, capsys):
+    background, found = Background(tmp_path, limit_s=60), []
+
+    def fail():
+        found.append(threading.current_thread())
+        raise OSError("no disk")
+
+    background.begin(fail, "first")
+    assert background.wait()
+    background.begin(lambda: found.append(threading.current_thread()), "second")
+    assert background.wait()
+    assert found[0] is found[1]
+    assert "no disk" in capsys.readouterr().err
+    background.close()
+    assert not found[0].is_alive()
+    background.close()

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.checkpoint import folders, integrity, state_dict
+from jaxdist.checkpoint import fingerprint, folders, integrity, state_dict
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
@@ -641,3 +641,116 @@ def test_two_processes_save_and_restore_and_one_reads_it(tmp_path):
     assert restored.metadata == {"data": 3}
     want = {"w": np.arange(64.0, dtype=np.float32).reshape(8, 8), "count": np.int32(7)}
     assert_bitwise(restored.state, want)
+
+
+# ---- what training waits for
+
+
+def spy(monkeypatch, owner, name, calls):
+    """Notes each call of a function as it begins and as it returns."""
+    called = getattr(owner, name)
+
+    def noted(*arguments, **options):
+        calls.append(f"{name} begins")
+        result = called(*arguments, **options)
+        calls.append(f"{name} returns")
+        return result
+
+    monkeypatch.setattr(owner, name, noted)
+
+
+def test_nothing_is_hashed_before_orbax_has_copied_the_arrays(tmp_path, monkeypatch):
+    calls = []
+    with CheckpointManager(tmp_path, CheckpointConfig()) as store:
+        spy(monkeypatch, store._backend, "start", calls)
+        before = fingerprint.start
+        monkeypatch.setattr(
+            fingerprint, "start", lambda arrays: calls.append("sums") or before(arrays)
+        )
+        spy(monkeypatch, integrity, "seal", calls)
+        store.save(1, make_state(mesh_of(4, 2)), {})
+        assert store.wait()
+        assert store.poll()[0].ok
+    assert calls == [
+        "start begins",
+        "start returns",
+        "sums",
+        "seal begins",
+        "seal returns",
+    ]
+
+
+def test_sums_start_even_where_orbax_fails(tmp_path, monkeypatch):
+    """They communicate, and other processes may not have failed."""
+    state = make_state(mesh_of(4, 2))
+    calls = []
+    with CheckpointManager(tmp_path, CheckpointConfig()) as store:
+        before = fingerprint.start
+        monkeypatch.setattr(
+            fingerprint, "start", lambda arrays: calls.append("sums") or before(arrays)
+        )
+
+        def fail(*_):
+            raise OSError("no disk")
+
+        monkeypatch.setattr(store._backend, "start", fail)
+        store.save(1, state, {})
+        (failed,) = store.poll()
+    assert not failed.ok
+    assert "no disk" in str(failed.error)
+    assert calls == ["sums"]
+
+
+def test_a_save_whose_sums_fail_leaves_nothing_behind(tmp_path, monkeypatch):
+    state = make_state(mesh_of(4, 2))
+    with CheckpointManager(tmp_path, CheckpointConfig()) as store:
+
+        def fail(arrays):
+            raise RuntimeError("no memory on the device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fingerprint, "start", fail)
+            store.save(1, state, {})
+            (failed,) = store.poll()
+            assert "no memory on the device" in str(failed.error)
+        assert names(tmp_path) == []
+        assert save_and_wait(store, 2, state).ok
+    assert names(tmp_path) == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "wait", "beside"),
+    [(True, False, True), (True, True, False), (False, False, False)],
+)
+def test_only_a_save_beside_training_has_a_low_priority(
+    tmp_path, monkeypatch, asynchronous, wait, beside
+):
+    found = []
+    seal = integrity.seal
+    monkeypatch.setattr(
+        integrity,
+        "seal",
+        lambda *a, **options: found.append(options["beside"]) or seal(*a, **options),
+    )
+    config = CheckpointConfig(asynchronous=asynchronous)
+    with CheckpointManager(tmp_path, config) as store:
+        store.save(1, make_state(mesh_of(4, 2)), {}, wait=wait)
+        assert store.wait()
+    assert found == [beside]
+
+
+@pytest.mark.parametrize("reader_compresses", [False, True])
+def test_steps_that_are_compressed_and_others_can_be_read(tmp_path, reader_compresses):
+    state = jax.tree.map(jnp.zeros_like, make_state(mesh_of(4, 2), width=512))
+    sizes = {}
+    for compress in (True, False):
+        folder = tmp_path / str(compress)
+        with CheckpointManager(folder, CheckpointConfig(compress=compress)) as store:
+            assert save_and_wait(store, 0, state).ok
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        sizes[compress] = sum(file.stat().st_size for file in files)
+        config = CheckpointConfig(compress=reader_compresses)
+        with CheckpointManager(folder, config) as store:
+            restored = store.restore(abstract_on(mesh_of(2, 4), state))
+        assert_bitwise(restored.state, state)
+    assert sizes[True] < sizes[False] / 2

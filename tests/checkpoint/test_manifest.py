@@ -6,6 +6,8 @@ import json
 import os
 import random
 import shutil
+import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -20,6 +22,7 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
+from jaxdist.storage.digest import digest_file
 from support.checkpoints import (
     DAMAGE,
     a_data_file,
@@ -544,3 +547,40 @@ def test_a_deletion_that_dies_is_finished(sound, copy, monkeypatch):
     assert folders.list_steps(copy) == [2, 3]
     assert restored_step(copy, sound[1]) == (3, {})
     assert names(copy) == ["2", "3"]
+
+
+def test_a_fingerprint_in_slices_is_the_same(monkeypatch):
+    """As it is computed where the only device is a CPU."""
+    arrays = {name: jnp.asarray(x) for name, x in arrays_of_all_kinds().items()}
+    arrays["odd"] = jnp.arange(7 * 9, dtype=jnp.float32).reshape(7, 9)
+    sliced = []
+    in_slices = fingerprint._sum_in_slices
+    monkeypatch.setattr(
+        fingerprint,
+        "_sum_in_slices",
+        lambda bits: sliced.append(bits.shape) or in_slices(bits),
+    )
+    monkeypatch.setattr(fingerprint, "_has_one_cpu", lambda: True)
+    for name, array in arrays.items():
+        found = int(jax.jit(lambda x: fingerprint.array_sum(x))(array))
+        assert f"{found:08x}" == by_numpy(np.asarray(array)), name
+    assert len(sliced) == len(arrays) - 2  # without `scalar` and `odd`
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no priorities of threads")
+@pytest.mark.parametrize(("beside", "added"), [(False, 0), (True, 15)])
+def test_hashing_beside_training_takes_idle_cores(tmp_path, monkeypatch, beside, added):
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "file").write_bytes(b"content")
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    found = []
+
+    def noted(path):
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return digest_file(path)
+
+    monkeypatch.setattr(integrity, "digest_file", noted)
+    integrity.seal(tmp_path, 1, "run", {}, beside=beside)
+    assert found == [added or own]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+    assert integrity.check(tmp_path, 1).step == 1

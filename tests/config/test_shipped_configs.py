@@ -230,11 +230,12 @@ def test_keys_keep_to_their_budgets_and_each_has_a_meaning():
         others -= group
     assert len(others) > 50
     # 152 with offload.parameters: 70B on one node needs its own switch, since gradients
-    # are then rounded to precision.compute.
+    # are then rounded to precision.compute. 153 with checkpoint.compress: a slow disk or
+    # a store wants fewer bytes, a fast one less processor time beside training.
     too_many = (
-        f"{len(others)} keys without features: drop one, or raise 152 and say why"
+        f"{len(others)} keys without features: drop one, or raise 153 and say why"
     )
-    assert len(others) <= 152, too_many
+    assert len(others) <= 153, too_many
     assert not [path for path, field in fields.items() if not field.doc]
 
 

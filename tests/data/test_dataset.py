@@ -670,3 +670,27 @@ def test_text_that_is_not_utf8_is_named(tmp_path):
         (line,) = (line for line in lines if "UTF-8" in line)
         assert "not UTF-8: 1, for example latin.txt;" in line
         lines.clear()
+
+
+@pytest.mark.parametrize("packing", ["window", "documents"])
+def test_batches_in_any_order_are_those_of_their_rows(tmp_path, packing):
+    """Rows of many steps are located at once; the steps may be asked for in any order."""
+    dataset = open_dataset(
+        DataConfig(
+            source="text",
+            path=str(write_texts(tmp_path / "texts")),
+            cache_dir=str(tmp_path / "cache"),
+            packing=packing,
+        ),
+        sequence_length=LENGTH_S,
+        log=print,
+    )
+    draw = np.random.default_rng(0)
+    for _ in range(60):
+        size = int(draw.choice([4, 8, 1500]))
+        step = int(draw.integers(0, 400))
+        rows = draw.choice(size, 3, replace=False)
+        found = dataset.train_batch(step, size, rows)
+        wanted = dataset.read("train", step * size + rows)
+        for name, values in found.items():
+            np.testing.assert_array_equal(values, wanted[name])

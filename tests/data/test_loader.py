@@ -11,7 +11,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxdist.config import ConfigError
 from jaxdist.data import DataConfig, SourceError, open_dataset
+from jaxdist.data import loader as loader_module
 from jaxdist.data.loader import Loader, Placer
+from jaxdist.data.user_batches import open_user_batches
+from jaxdist.trainer.health import SkippingDataset
 
 LENGTH_S, GLOBAL_G = 16, 8
 
@@ -158,3 +161,69 @@ def test_validation_of_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="nothing is held out"):
         Loader(dataset, global_size=GLOBAL_G, shardings=by_name(), split="validation")
     assert not threads()
+
+
+# ---- groups of small batches
+
+
+def test_small_batches_are_made_in_groups_and_handed_over_one_by_one(
+    dataset, monkeypatch
+):
+    groups = []
+    make = Loader._make_group
+    monkeypatch.setattr(
+        Loader,
+        "_make_group",
+        lambda self, steps: groups.append(steps) or make(self, steps),
+    )
+    with Loader(dataset, global_size=GLOBAL_G, shardings=by_name(), start=3) as loader:
+        for step in range(3, 60):
+            batch = next(loader)
+            expected = dataset.read("train", step * GLOBAL_G + np.arange(GLOBAL_G))
+            for name, array in batch.items():
+                np.testing.assert_array_equal(np.asarray(array), expected[name])
+    assert [steps.start for steps in groups[1:]] == [s.stop for s in groups[:-1]]
+    assert max(map(len, groups)) == loader_module._GROUP
+
+
+def test_batches_of_many_bytes_are_made_one_by_one(dataset, monkeypatch):
+    monkeypatch.setattr(loader_module, "_GROUP_BYTES", 1000)
+    with Loader(dataset, global_size=GLOBAL_G, shardings=by_name()) as loader:
+        for _ in range(9):
+            next(loader)
+        assert loader._group == 1
+
+
+def test_an_error_in_a_group_is_of_its_step(dataset, monkeypatch):
+    read = dataset.train_batch
+
+    def until_step_12(step, *others):
+        if step == 12:
+            raise SourceError("the disk is gone")
+        return read(step, *others)
+
+    monkeypatch.setattr(dataset, "train_batch", until_step_12)
+    loader = Loader(dataset, global_size=GLOBAL_G, shardings=by_name())
+    for _ in range(12):
+        next(loader)
+    assert loader.step == 12
+    with pytest.raises(SourceError, match="disk is gone"):
+        next(loader)
+    assert not threads()
+
+
+def test_steps_of_a_user_are_asked_for_only_as_far_ahead_as_prefetch():
+    asked = []
+
+    def batches(step):
+        asked.append(step)
+        return {"x": np.full((GLOBAL_G, 2), step, np.float32)}
+
+    dataset, size = open_user_batches(batches)
+    places = {"x": shardings("x", 1), "sample": shardings("sample", 1)}
+    with Loader(
+        SkippingDataset(dataset), global_size=size, shardings=places, prefetch=2
+    ) as loader:
+        for step in range(40):
+            assert float(next(loader)["x"][0, 0]) == step
+            assert max(asked) <= step + 2

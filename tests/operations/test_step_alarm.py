@@ -1,5 +1,6 @@
 """Slow steps: a lasting slowdown is named, a single slow step is not."""
 
+import random
 import sys
 
 import pytest
@@ -267,3 +268,46 @@ def test_what_a_straggler_takes_of_the_others_is_waiting(monkeypatch):
     busy_s[1] = 0.03
     pace.row(90, steps=10, seconds=2.0, waited_s=1.8)
     assert pace.held_s == 0.0
+
+
+class Thorough(StepAlarm):
+    """An alarm that computes the usual pace at each sample."""
+
+    def _sample(self, step):
+        current = self._parts()
+        usual = self._usual()
+        if self._slow_since is None:
+            is_long = sum(self._started.recent) >= step_alarm._MIN_WINDOW_S
+            if usual and is_long and current.step > step_alarm._SLOW * usual.step:
+                self._slow_since = self._report_by = step
+            else:
+                self._samples.append(current)
+        elif usual and current.step < step_alarm._USUAL * usual.step:
+            self._slow_since = None
+        elif step - self._slow_since >= step_alarm._KEPT:
+            self._samples.clear()
+            self._slow_since = None
+        if self._report_by is not None and usual:
+            self._report_cause(step, current, usual)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_alarms_are_those_of_all_medians(seed):
+    """Steps of random lengths, around the shortest window that can have a slowdown."""
+    quick, thorough = Loop(), Loop()
+    thorough.alarm = Thorough(
+        thorough._event, thorough.notes.append, clock=lambda: thorough.now
+    )
+    draw = random.Random(seed)
+    for _ in range(40):
+        slow = {
+            part: draw.choice([0.001, 0.005, 0.02, 0.08])
+            for part in ("data", "host", "devices")
+        }
+        steps = draw.randrange(1, 200)
+        pause_every = draw.choice([0, 0, 7])
+        for loop in (quick, thorough):
+            loop.run(steps, pause_every=pause_every, **slow)
+    assert quick.events == thorough.events
+    assert quick.events
+    assert quick.alarm._samples == thorough.alarm._samples

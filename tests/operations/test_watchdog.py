@@ -4,6 +4,7 @@ ended with 76.
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -635,3 +636,14 @@ def test_a_peer_that_differs_is_named_by_all_without_a_collective(tmp_path):
     ]
     wanted = "process 2 differs from 2 of 3 processes: data is other, theirs is usual; start all with the same"
     assert refused == [wanted] * 3
+
+
+def test_the_limit_of_a_step_is_that_of_the_median(tmp_path):
+    draw = random.Random(0)
+    for slow_steps in (1, 3, 20):
+        config = WatchdogConfig(step_s=10, slow_steps=slow_steps)
+        watch = Watchdog(config, tmp_path, enabled=False)
+        for _ in range(300):
+            watch._step_times.append(draw.choice([0.01, 0.4, 0.6, 3.0, 9.0, 40.0]))
+            median = sorted(watch._step_times)[len(watch._step_times) // 2]
+            assert watch._limit_s("step") == max(10, slow_steps * median)

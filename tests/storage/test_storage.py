@@ -11,6 +11,7 @@ import time
 import pytest
 
 from jaxdist.storage import atomic, lock
+from jaxdist.storage import digest as digests
 from jaxdist.storage.digest import digest, digest_bytes, digest_file
 
 
@@ -274,3 +275,11 @@ def test_a_lease_that_was_taken_over_is_not_held(tmp_path, hurried):
         time.sleep(0.2)
         assert not is_held()
     assert path.exists()  # the other's
+
+
+def test_a_file_is_hashed_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(digests, "_PIECE_BYTES", 7)
+    for size in (0, 1, 7, 8, 14, 100):
+        content = bytes(range(size))
+        (tmp_path / "file").write_bytes(content)
+        assert digest_file(tmp_path / "file") == digest_bytes(content)

@@ -772,3 +772,24 @@ def test_fit_has_the_callbacks_of_train_but_for_those_that_it_names(
     without = set(re.findall(r"`(\w+)`", said[1] or ""))
     assert [x for x in of_train if x.__name__ not in without] == of_fit
     assert without <= {kind.__name__ for kind in of_train}
+
+
+def test_callbacks_without_a_method_are_not_called_at_each_step():
+    class Still(Callback):
+        pass
+
+    class Steps(Callback):
+        def on_step(self, view):
+            """Does nothing."""
+
+    class Watcher(Steps):
+        def on_phase(self, phase, step):
+            """Does nothing."""
+
+    by_hand = Still()
+    by_hand.on_record = lambda step, metrics: None
+    still, steps, watcher = Still(), Steps(), Watcher()
+    listed = CallbackList([still, steps], [watcher, by_hand])
+    assert listed._of_steps == [steps, watcher]
+    assert listed._of_phases == [watcher]
+    assert listed._of_records == [by_hand]

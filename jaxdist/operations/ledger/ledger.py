@@ -191,7 +191,8 @@ class Ledger(Clock, Callback):
         with self._lock:
             self._book()
             life = self._life
-            if phase != life.phase and not {phase, life.phase} <= set(_IN_LOOP):
+            is_in_loop = phase in _IN_LOOP and life.phase in _IN_LOOP
+            if phase != life.phase and not is_in_loop:
                 life.since = self._wall_clock()
             life.phase = phase
             if phase in _IN_LOOP and life.first is None:

@@ -207,6 +207,8 @@ class Watchdog(Callback):
             return limit
         if not self._step_times:  # the first step may compile
             return limit + config.compile_s if config.compile_s else 0
+        if config.slow_steps * max(self._step_times) <= limit:
+            return limit  # the median is no longer; to sort costs each step more
         median = sorted(self._step_times)[len(self._step_times) // 2]
         return max(limit, config.slow_steps * median)
 
