@@ -300,7 +300,7 @@ def _hashed(
     else:
         count = threads or min(8, os.cpu_count() or 1)
         begin = _lower_priority if beside else None
-        with ThreadPoolExecutor(count, initializer=begin) as pool:
+        with ThreadPoolExecutor(count, "hash", begin) as pool:
             digests = list(pool.map(digest_file, names))
     return {
         name: (size, hex_) for (name, size), hex_ in zip(files, digests, strict=True)

@@ -4,6 +4,7 @@ Caches and checkpoints contain them, so their definition must not change.
 """
 
 import hashlib
+import os
 from pathlib import Path
 
 # Bytes that are hashed in one call, which does not hold the interpreter's lock. With
@@ -26,9 +27,11 @@ def digest_bytes(data: bytes) -> str:
 def digest_file(path: Path) -> str:
     """Computes the digest of a file's content, as `sha256sum` prints it."""
     hashed = hashlib.sha256()
-    piece = bytearray(_PIECE_BYTES)
-    view = memoryview(piece)
     with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        piece = bytearray(max(1, min(size, _PIECE_BYTES)))  # most files are small
+        view = memoryview(piece)
         while count := file.readinto(piece):
             hashed.update(view[:count])
     return hashed.hexdigest()
