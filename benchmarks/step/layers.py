@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 SIDES = ("jaxdist", "flax", "fit")
-COUNTS = (64, 128, 256, 512)
+COUNTS = (64, 128, 256)
 WIDTH = 8
 
 
