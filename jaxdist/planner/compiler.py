@@ -63,9 +63,17 @@ _TAIL_LINES = 15  # of the log, shown after a failure
 class DoesNotFit(Exception):
     """The compiler's refusal of a step that needs too much memory.
 
-    Its args are the bytes needed on each device, the bytes available, and the smaller
-    target that it was compiled for (`Compiled.smaller`).
+    Its args are the bytes needed on each device and the bytes available.
+
+    Args:
+      needed: bytes needed.
+      capacity: bytes available.
+      smaller: the smaller target that it was compiled for (`Compiled.smaller`).
     """
+
+    def __init__(self, needed: int, capacity: int, smaller: str = "") -> None:
+        super().__init__(needed, capacity)
+        self.smaller = smaller
 
 
 class CannotTell(Exception):
@@ -82,7 +90,7 @@ class CompileOptions:
     # compiler options that override those that `train` sets
     flags: tuple[tuple[str, Any], ...] = ()
     timeout_s: float = 1800  # most wall time of the child
-    memory_bytes: int = 3 * GIB  # most resident memory of the child
+    memory_bytes: int = 4 * GIB  # most resident memory of the child
     cache: Path | None = None  # folder of results; None: ~/.cache/jaxdist/plans
     # whether to compile on the whole mesh, although a smaller one has the same program
     full: bool = False
@@ -166,7 +174,8 @@ def compile_run(
         )
     refusal = entry.pop("does_not_fit", None)
     if refusal:
-        raise DoesNotFit(*refusal, result["smaller"])
+        needed, capacity = refusal
+        raise DoesNotFit(needed, capacity, result["smaller"])
     notes += result.pop("notes")
     notes += [
         f"{flag}: this compiler refuses the flag, so the plan is without it; remove it from your flags as well"

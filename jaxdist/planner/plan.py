@@ -137,10 +137,10 @@ def _with_compiler(plan: Plan, options: CompileOptions | None, say: Say) -> Plan
             compiled = compile_run(plan.run, plan.target, options, say=say)
             return with_compiled(plan, compiled)
     except DoesNotFit as refusal:
-        needed, capacity, smaller = refusal.args
+        needed, capacity = refusal.args
         reason = f"the compiler refuses it: {gib_text(needed)} needed, {gib_text(capacity)} available"
-        if smaller:
-            reason += f" (compiled for {smaller}, where a device's program is the same)"
+        if refusal.smaller:
+            reason += f" (compiled for {refusal.smaller}, where a device's program is the same)"
         return replace(
             plan,
             fits=False,
