@@ -7,7 +7,7 @@ import pytest
 
 from jaxdist.parallel.axes import AXES
 from jaxdist.parallel.mesh import MeshShape
-from jaxdist.planner import compiled_step, replicas, show, targets
+from jaxdist.planner import compiled_step, replicas, show, targets, worker
 from jaxdist.planner import plan as plan_module
 from jaxdist.planner.communication import Collective
 from jaxdist.planner.compiler import CompileOptions, DoesNotFit
@@ -267,6 +267,64 @@ def test_a_program_that_does_not_show_the_real_one_is_compiled_in_full(monkeypat
     assert plan.compiled.smaller == ""
     assert [small is None for small in asked] == [False, True]
     assert any("all-gather over data" in line for line in said)
+
+
+FULL = "v5p:4x4x4x4"
+SMALLER = "v5p:4x4x4x2"
+
+
+@pytest.fixture
+def child(tmp_path, monkeypatch):
+    """Runs the compiler's child without a compiler on two lowered steps.
+
+    Returns:
+      A function of the two texts; it returns the result, and the compiled targets.
+    """
+    monkeypatch.setenv("XLA_FLAGS", "")
+    compiled = []
+
+    def compile_(lowered, flags, target, state_on_host):
+        compiled.append(target.text)
+        return {"refused": []}
+
+    def run(full, small, **more):
+        texts = {FULL: full, SMALLER: small}
+
+        def lower(folder, target):
+            return worker._Step(targets.parse(target), None, texts[target], [0], 0)
+
+        monkeypatch.setattr(worker, "_lower", lower)
+        monkeypatch.setattr(worker, "_compile", compile_)
+        request = {"target": FULL, "cache": str(tmp_path), "flags": {}}
+        return worker._work(tmp_path, request | more), compiled
+
+    return run
+
+
+ON_SMALLER = {"smaller": SMALLER, "ratio": 2}
+
+
+def test_the_child_compiles_an_equal_step_on_the_smaller_mesh(child):
+    result, compiled = child("tensor<4xf32>", "tensor<2xf32>", **ON_SMALLER)
+    assert compiled == [SMALLER]
+    assert result["smaller"] == SMALLER
+    assert not result["notes"]
+
+
+def test_the_child_compiles_a_step_that_differs_in_full(child):
+    result, compiled = child("tensor<4xf32>", "tensor<3xf32>", **ON_SMALLER)
+    assert compiled == [FULL]
+    assert result["smaller"] == ""
+    (note,) = result["notes"]
+    assert "tensor<4xf32>" in note
+
+
+def test_the_child_prefers_a_result_of_the_whole_mesh(child):
+    child("tensor<4xf32>", "tensor<2xf32>")  # --full
+    result, compiled = child("tensor<4xf32>", "tensor<2xf32>", **ON_SMALLER)
+    assert compiled == [FULL]
+    assert result["cached"]
+    assert result["smaller"] == ""
 
 
 def both(cache, target, **sizes):
