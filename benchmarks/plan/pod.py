@@ -143,7 +143,10 @@ def main() -> None:
                 continue
             if not flags.names and case.name in rows:
                 continue
-            row = measure(case)
+            if section == "sizes" and case.name in record["pairs"]:
+                row = record["pairs"][case.name]["small"]
+            else:
+                row = measure(case)
             rows[case.name] = {"arguments": case.arguments, **row}
             record["date"] = datetime.now(UTC).isoformat(timespec="seconds")
             record["versions"] = _versions()

@@ -6,7 +6,7 @@ may be compiled on 1,024 of them, with as many samples on each device. Sums over
 axis then get the size and the link that they have on the real mesh (`enlarged`).
 
 The other axes keep their sizes, because the shards of parameters depend on them. Within
-slices of a multi-slice target `data` stays, too: the compiler splits sums between
+slices of a multi-slice target `data` stays, too, since the compiler splits sums between
 slices over it. GPU programs are compiled as they are: for 16,384 GPUs that takes no
 longer than for 8.
 """
@@ -95,7 +95,7 @@ def _candidates(target: Target, shape: MeshShape) -> Iterator[tuple[str, int, in
     """
     data = shape.sizes[REST_AXIS]
     across = shape.dcn[REST_AXIS]
-    if across > 1:
+    if target.num_slices > 1:
         others = target.num_slices // across
         for kept in divisors(across)[1:-1]:
             text = target.with_shape((*target.shape, others * kept))
@@ -105,7 +105,7 @@ def _candidates(target: Target, shape: MeshShape) -> Iterator[tuple[str, int, in
 
 
 def _smaller_slices(target: Target, data: int) -> Iterator[tuple[str, int, int]]:
-    """Yields targets with smaller slices of TPUs; see `_candidates`."""
+    """Yields targets with a smaller slice; see `_candidates`."""
     assert target.chip is not None
     for sizes in itertools.product(*map(divisors, target.shape)):
         ratio = math.prod(target.shape) // math.prod(sizes)
@@ -113,8 +113,7 @@ def _smaller_slices(target: Target, data: int) -> Iterator[tuple[str, int, int]]
             continue
         if not target.chip.legal_slice(sizes):
             continue
-        slices = (target.num_slices,) if target.num_slices > 1 else ()
-        yield target.with_shape((*sizes, *slices)), data // ratio, 1
+        yield target.with_shape(sizes), data // ratio, 1
 
 
 def _on(

@@ -74,6 +74,13 @@ def test_the_choice_of_a_smaller_mesh(target, data, fsdp, found):
     assert smaller(target, data=data, fsdp=fsdp) == found
 
 
+def test_slices_joined_along_another_axis_keep_their_mesh():
+    """The compiler splits sums between slices over `data` within them."""
+    more = {"data": 16, "fsdp": 256, "mesh__dcn__data": 1, "mesh__dcn__fsdp": 4}
+    assert smaller("v5p:4x16x16", data=16, fsdp=64) is not None
+    assert smaller("v5p:4x16x16x4", **more) is None
+
+
 def test_small_targets_keep_their_mesh():
     assert smaller("v5p:4x4x4x4", most=256, data=4, fsdp=64) is None
 
