@@ -27,7 +27,7 @@ from jaxdist import interop
 from jaxdist.config import ConfigError
 from jaxdist.operations.page import planned
 from jaxdist.planner import fewest, restarts, run_in_workdir, show
-from jaxdist.planner.answer import Question
+from jaxdist.planner.answer import Question, compile_options
 from jaxdist.storage import run_format
 from jaxdist.trainer import cli, exit_code, provenance, reproduce, workdir
 from jaxdist.trainer.run_config import RunConfig, keys_outside_step
@@ -56,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         fix=flags.fix,
         expert_load=flags.expert_load,
         calibration_file=flags.calibration,
+        full=flags.full,
+        limit_minutes=flags.limit,
     )
     console = Console(quiet=flags.json)
     if folder:
@@ -115,7 +117,8 @@ def _find_fewest(run: RunConfig, flags: argparse.Namespace) -> int:
         )
     run_in_workdir.leave_accelerators_alone()
     with _progress() as say:
-        found = fewest.fewest(run, flags.fewest, say=say)
+        options = compile_options(flags.full, flags.limit)
+        found = fewest.fewest(run, flags.fewest, options=options, say=say)
     report = found.to_json()
     if flags.json:
         print(json.dumps(report, indent=1))
@@ -216,6 +219,18 @@ def _parser() -> cli.ConfigParser:
         action="store_true",
         help="compile config changes until one makes the run fit; "
         "with remat.policy=fit, choose the remat policy",
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="compile for all devices, even if a smaller mesh has the same program",
+    )
+    parser.add_argument(
+        "--limit",
+        type=_positive,
+        metavar="MINUTES",
+        help="most minutes of a compilation, and of a whole --search (default: "
+        "30 and 18)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the plan as JSON on standard output"

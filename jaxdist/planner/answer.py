@@ -9,7 +9,7 @@ from rich.console import Console
 from jaxdist.config import ConfigError
 from jaxdist.parallel.remat import FIT
 from jaxdist.planner import calibration, remat_search, search
-from jaxdist.planner.compiler import Say
+from jaxdist.planner.compiler import CompileOptions, Say
 from jaxdist.planner.document import Plan
 from jaxdist.planner.plan import make_plan, plan_by_arithmetic
 from jaxdist.planner.show import print_lines
@@ -43,6 +43,10 @@ class Question:
       expert_load: see `plan.make_plan`.
       calibration_file: a file of measured times of collectives; None for datasheet
         rates.
+      full: whether to compile on the whole mesh, although a smaller one has the same
+        program.
+      limit_minutes: most minutes of a compilation, and of a search; None for the
+        defaults.
 
     Raises:
       ConfigError: the flags exclude each other, or the file cannot be used.
@@ -57,6 +61,8 @@ class Question:
         fix: bool = False,
         expert_load: float = 1.0,
         calibration_file: str | None = None,
+        full: bool = False,
+        limit_minutes: float | None = None,
     ) -> None:
         if search and target.platform == "cpu":
             raise ConfigError(
@@ -75,6 +81,8 @@ class Question:
         self.search = search
         self.fix = fix
         self.expert_load = expert_load
+        self.options = compile_options(full, limit_minutes)
+        self.limit_minutes = limit_minutes
         self.calibration: calibration.Calibration | None = None
         if calibration_file:
             self.calibration = calibration.load(calibration_file, target)
@@ -93,6 +101,7 @@ class Question:
         plan = make_plan(
             self.run,
             self.target,
+            options=self.options,
             calibration=self.calibration,
             check_edits=MOST_CHECKED if self.fix else 0,
             expert_load=self.expert_load,
@@ -101,10 +110,23 @@ class Question:
         return Answer(plan, plan.exit_code)
 
 
+def compile_options(full: bool, limit_minutes: float | None) -> CompileOptions:
+    """Makes the compile options of the command's flags; see `Question`."""
+    options = CompileOptions(full=full)
+    if limit_minutes is None:
+        return options
+    return replace(options, timeout_s=60 * limit_minutes)
+
+
 def _search(question: Question, base: str, say: Say) -> Answer:
     """Searches for the best layout of a question's run."""
     ranking = search.search(
-        question.run, question.target, expert_load=question.expert_load, say=say
+        question.run,
+        question.target,
+        options=question.options,
+        minutes=question.limit_minutes or search.MINUTES,
+        expert_load=question.expert_load,
+        say=say,
     )
     report = ranking.to_json()
     section = {name: value for name, value in report.items() if name != "winner"}
@@ -127,7 +149,11 @@ def _first_plan(ranking: search.Ranking) -> Plan:
 def _fit_remat(question: Question, say: Say) -> Answer:
     """Searches for the remat policy that fits a question's run."""
     fitted = remat_search.fit(
-        question.run, question.target, finalists=FIT_FINALISTS, say=say
+        question.run,
+        question.target,
+        finalists=FIT_FINALISTS,
+        options=question.options,
+        say=say,
     )
     return Answer(
         plan=fitted.plan,

@@ -16,7 +16,7 @@ from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.parallel.axes import divisors
 from jaxdist.planner import memory, on_target, targets
-from jaxdist.planner.compiler import Say
+from jaxdist.planner.compiler import CompileOptions, Say
 from jaxdist.planner.document import CANNOT_TELL, DOES_NOT_FIT, FITS, Plan
 from jaxdist.planner.plan import make_plan
 from jaxdist.planner.show import new_table, print_lines
@@ -109,7 +109,13 @@ class Fewest:
         }
 
 
-def fewest(run: RunConfig, family: str, *, say: Say = lambda line: None) -> Fewest:
+def fewest(
+    run: RunConfig,
+    family: str,
+    *,
+    options: CompileOptions | None = None,
+    say: Say = lambda line: None,
+) -> Fewest:
     """Finds the smallest size of a family that a run fits.
 
     The table ends `BEYOND` sizes after the first that fits.
@@ -117,6 +123,7 @@ def fewest(run: RunConfig, family: str, *, say: Say = lambda line: None) -> Fewe
     Args:
       run: the config.
       family: such as h100 or h100@25GB/s.
+      options: compiler flags and limits.
       say: called with each stage of the work.
 
     Raises:
@@ -130,7 +137,8 @@ def fewest(run: RunConfig, family: str, *, say: Say = lambda line: None) -> Fewe
     best: Row | None = None
 
     def compile(row: Row) -> Row:
-        return replace(row, plan=make_plan(row.run, row.target, say=say))
+        plan = make_plan(row.run, row.target, options=options, say=say)
+        return replace(row, plan=plan)
 
     for target in sizes(family):
         try:

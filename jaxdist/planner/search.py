@@ -39,6 +39,7 @@ MAX_FITTING_OF_AXES = 24
 MAX_REFUSED = 2
 # slowest layout that the search keeps, by arithmetic: a multiple of the fastest
 MAX_SLOWDOWN = 1.5
+MINUTES = 18.0  # wall time of a search
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def search(
     *,
     options: CompileOptions | None = None,
     finalists: int = 5,
-    minutes: float = 18.0,
+    minutes: float = MINUTES,
     expert_load: float = 1.0,
     say: Say = lambda line: None,
 ) -> Ranking:
@@ -145,6 +146,7 @@ def search(
     """
     began = time.monotonic()
     cpu = _cpu_seconds()
+    say("estimating layouts by arithmetic")
     meshes, illegal = on_target.legal_meshes(run, target)
     candidates = list(layouts.candidates(meshes, target, expert_load))
     fitting, counts = _select_fitting(candidates, target)
@@ -369,7 +371,11 @@ class _Finals:
         cap = min(self.options.timeout_s, max(self.ends - began, 60.0))
         options = replace(self.options, timeout_s=cap)
         plan = make_plan(
-            candidate.run, self.target, options=options, expert_load=self.expert_load
+            candidate.run,
+            self.target,
+            options=options,
+            expert_load=self.expert_load,
+            say=self.say,
         )
         self.longest = max(self.longest, time.monotonic() - began)
         compiled = CompiledLayout(candidate, plan)

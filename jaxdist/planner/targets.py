@@ -161,19 +161,7 @@ class Target:
 
     def stand_ins(self) -> list[Any]:
         """Makes objects with the attributes of devices that `mesh_utils` reads."""
-        per_chip = self.num_devices // self.num_chips
-        per_slice = self.num_devices // self.num_slices
-        return [
-            SimpleNamespace(
-                id=local if self.num_slices == 1 else (index + 1) * SLICE_ID + local,
-                platform=self.platform,
-                device_kind=self.device_kind,
-                coords=(*_coords(local // per_chip, self.shape), 0)[:3],
-                core_on_chip=local % per_chip,
-                slice_index=index,
-            )
-            for index, local in np.ndindex(self.num_slices, per_slice)
-        ]
+        return list(_stand_ins(self))
 
     def group_link(self, device_ids: Sequence[int]) -> Link:
         """Finds the link of a replica group.
@@ -201,6 +189,25 @@ class Target:
             return Link(self.chip.link, speed, all_to_all)
         network = min(members.values()) * (self.chip.network_bytes_per_s or math.inf)
         return Link(self.chip.network, min(speed, network))
+
+    def group_form(self, device_ids: Sequence[int]) -> list[tuple[str, int, int]]:
+        """Describes how a group of TPUs lies in the hardware.
+
+        Args:
+          device_ids: the `jax.Device.id` of each member.
+
+        Returns:
+          For each dim of the group: what it is made of, the distance of its members,
+          and their number.
+        """
+        form = [
+            ("ring" if is_ring else "line", gap, number)
+            for number, is_ring, gap in self._ici_dims(device_ids)
+        ]
+        slices = len({i // SLICE_ID for i in device_ids})
+        if slices > 1:
+            form.append(("slices", 1, slices))
+        return form
 
     def _ici_links(self, device_ids: Sequence[int], per_chip: int) -> float:
         """Counts the links over which a device of a group can send in its slice.
@@ -252,6 +259,24 @@ class Target:
         return min(1.0, others / links / max(hops))
 
 
+@functools.lru_cache(maxsize=4)
+def _stand_ins(target: Target) -> tuple[Any, ...]:
+    """Makes `Target.stand_ins`; a search asks for them for each of its meshes."""
+    per_chip = target.num_devices // target.num_chips
+    per_slice = target.num_devices // target.num_slices
+    return tuple(
+        SimpleNamespace(
+            id=local if target.num_slices == 1 else (index + 1) * SLICE_ID + local,
+            platform=target.platform,
+            device_kind=target.device_kind,
+            coords=(*_coords(local // per_chip, target.shape), 0)[:3],
+            core_on_chip=local % per_chip,
+            slice_index=index,
+        )
+        for index, local in np.ndindex(target.num_slices, per_slice)
+    )
+
+
 def _coords(chip: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Finds the coordinates of a chip in its slice; libtpu counts the first dim first."""
     return tuple(int(n) for n in np.unravel_index(chip, tuple(shape), order="F"))
@@ -264,11 +289,43 @@ _Sizes = tuple[tuple[str, int], ...]  # mesh sizes by axis, hashable
 def _axis_link(target: Target, axis: str, sizes: _Sizes, dcn: _Sizes) -> Link:
     """Computes `Target.axis_link` for a mesh as hashable arguments."""
     others = [i for i, (name, _) in enumerate(sizes) if name not in axis.split("+")]
-    ids = np.moveaxis(
-        target.arrange(MeshShape(dict(sizes), dict(dcn))), others, range(len(others))
-    )
-    groups = ids.reshape(math.prod(ids.shape[: len(others)]), -1).tolist()
-    return min(map(target.group_link, groups), key=lambda link: link.bytes_per_s)
+    if math.prod(size for _, size in sizes) == math.prod(sizes[i][1] for i in others):
+        return _FREE  # groups of one device
+    ids = np.moveaxis(_arranged(target, sizes, dcn), others, range(len(others)))
+    groups = ids.reshape(math.prod(ids.shape[: len(others)]), -1)
+    links = map(target.group_link, groups[_differing(target, groups)].tolist())
+    return min(links, key=lambda link: link.bytes_per_s)
+
+
+@functools.lru_cache(maxsize=1024)
+def _arranged(target: Target, sizes: _Sizes, dcn: _Sizes) -> np.ndarray:
+    """Computes `Target.arrange` for a mesh as hashable arguments."""
+    return target.arrange(MeshShape(dict(sizes), dict(dcn)))
+
+
+def _differing(target: Target, groups: np.ndarray) -> np.ndarray:
+    """Finds groups that are no translations of each other in the hardware.
+
+    Translations have the same link, and a pod has thousands of them.
+
+    Args:
+      target: the hardware.
+      groups: device ids, [groups, members].
+
+    Returns:
+      The indices of the first group of each kind, in ascending order.
+    """
+    if target.chip is None:
+        return np.array([0])
+    if target.platform == "gpu":
+        places = [groups // target.shape[1]]  # hosts
+    else:
+        chips = groups % SLICE_ID // (target.num_devices // target.num_chips)
+        coords = np.unravel_index(chips, target.shape, order="F")
+        places = [groups // SLICE_ID, *coords]
+    relative = np.concatenate([place - place[:, :1] for place in places], axis=1)
+    _, first = np.unique(relative, axis=0, return_index=True)
+    return np.sort(first)
 
 
 # --- parsing --------------------------------------------------------------------------

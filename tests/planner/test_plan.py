@@ -382,6 +382,15 @@ def test_a_child_over_its_caps_is_no_verdict(cache):
         compile_run(run, target, CompileOptions(cache=cache, timeout_s=0.3))
 
 
+def test_the_limit_ends_a_plan(home, capsys):
+    words = ["--on", "cpu:2", "--limit", "0.001", "--json"]
+    assert plan.main([*flags(SMALLEST), *words]) == 4
+    captured = capsys.readouterr()
+    reason = json.loads(captured.out)["exit_reason"]
+    assert reason.startswith("the compiler took more than 0.06 s; --limit sets")
+    assert "by arithmetic" in captured.err
+
+
 def test_a_child_that_dies_is_no_verdict(cache, monkeypatch):
     program = (
         "import os, sys; print('last words', file=sys.stderr, flush=True); os.abort()"
