@@ -56,7 +56,6 @@ def main(arguments: list[str] | None = None) -> int:
         fix=flags.fix,
         expert_load=flags.expert_load,
         calibration_file=flags.calibration,
-        full=flags.full,
         limit_minutes=flags.limit,
     )
     console = Console(quiet=flags.json)
@@ -117,7 +116,7 @@ def _find_fewest(run: RunConfig, flags: argparse.Namespace) -> int:
         )
     run_in_workdir.leave_accelerators_alone()
     with _progress() as say:
-        options = compile_options(flags.full, flags.limit)
+        options = compile_options(flags.limit)
         found = fewest.fewest(run, flags.fewest, options=options, say=say)
     report = found.to_json()
     if flags.json:
@@ -219,11 +218,6 @@ def _parser() -> cli.ConfigParser:
         action="store_true",
         help="compile config changes until one makes the run fit; "
         "with remat.policy=fit, choose the remat policy",
-    )
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="compile for all devices, even if a smaller mesh has the same program",
     )
     parser.add_argument(
         "--limit",

@@ -1,10 +1,10 @@
-"""Times plans of large pods, and compares smaller meshes with full compilations.
+"""Times plans of large pods.
 
     JAX_PLATFORMS=cpu python benchmarks/plan/pod.py [NAME ...]
 
-It needs libtpu (extra `aot`), but no chip. A size takes one to four minutes, a pair
-twice that. Rows that the record has are kept; name them to make them again. Each plan
-starts with an empty cache.
+It needs libtpu (extra `aot`), but no chip. A size takes one to four minutes. Rows that
+the record has are kept; name them to make them again. Each plan starts with an empty
+cache.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "plan-pod.json"
 WHAT = (
-    "Plans of large pods: seconds and memory of the command on this machine. sizes: one "
-    "model with one sequence per chip. pairs: the same plan on a smaller mesh and by "
-    "`--full`; *_ratio is the smaller mesh over the full one. Nothing ran on a chip."
+    "Plans of large pods: seconds and memory of the command on this machine, for one "
+    "model with one sequence per chip. Nothing ran on a chip."
 )
-BAND = 0.03  # largest relative difference between a smaller mesh and the full one
 
 
 @dataclass(frozen=True)
@@ -65,20 +63,11 @@ SIZES = [
     Case("llama3_70b", "v5p:16x16x16x2", 32, 256),
     Case("llama3_70b", "v5p:16x16x16x4", 64, 256),
 ]
-PAIRS = [
-    Case("llama3_8b", "v5p:16x16x16", 16, 256),
-    Case("llama3_8b", "v6e:16x16x8", 8, 256),
-    Case("mixtral_8x7b", "v5p:16x16x16", 16, 256),
-    Case("mixtral_8x7b", "v6e:16x16x8", 8, 256),
-    Case("llama3_70b", "v5p:16x16x16", 16, 256),
-    Case("llama3_70b", "v6e:16x16x8", 8, 256),
-    Case("llama3_70b", "v5p:16x16x16x4", 64, 256),
-]
 
 
-def plan(case: Case, *flags: str) -> dict[str, Any]:
+def plan(case: Case) -> dict[str, Any]:
     """Runs the command with an empty cache; returns its costs and its results."""
-    command = [sys.executable, "-m", "jaxdist.plan", *case.arguments, "--json", *flags]
+    command = [sys.executable, "-m", "jaxdist.plan", *case.arguments, "--json"]
     with tempfile.TemporaryDirectory() as home:
         environ = {**os.environ, "HOME": home, "JAX_PLATFORMS": "cpu"}
         load = os.getloadavg()[0]
@@ -100,7 +89,6 @@ def plan(case: Case, *flags: str) -> dict[str, Any]:
     return row | {
         "compiler_cpu_s": round(report["compile"]["cpu_seconds"], 1),
         "child_peak_bytes": report["compile"]["child_peak_bytes"],
-        "compiled_for": report["compile"]["smaller"] or report["target"],
         "peak_bytes": report["memory"]["peak_bytes"],
         "temp_bytes": report["memory"]["temp_bytes"],
         "step_s": report["time"]["step_s"],
@@ -113,54 +101,24 @@ def _cpu_s(usage: resource.struct_rusage) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def compare(case: Case) -> dict[str, Any]:
-    """Plans a case on its smaller mesh and on the full one; returns both and ratios."""
-    small = plan(case)
-    full = plan(case, "--full")
-    row: dict[str, Any] = {"small": small, "full": full}
-    for name in ("peak_bytes", "temp_bytes", "step_s", "low_s", "high_s"):
-        if name in small and name in full:
-            row[f"{name}_ratio"] = small[name] / full[name]
-    return row
-
-
 def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="cases (default: all without a row)")
-    parser.add_argument("--only", choices=("sizes", "pairs"), help="default: both")
     parser.add_argument("--out", type=Path, default=RESULTS, help="JSON file")
     flags = parser.parse_args()
-    record: dict[str, Any] = {"what": WHAT, "sizes": {}, "pairs": {}}
+    record: dict[str, Any] = {"what": WHAT, "sizes": {}}
     if flags.out.exists():
         record = json.loads(flags.out.read_text())
-    for section, cases, measure in (("pairs", PAIRS, compare), ("sizes", SIZES, plan)):
-        if flags.only not in (None, section):
+    rows = record["sizes"]
+    for case in SIZES:
+        if case.name not in flags.names if flags.names else case.name in rows:
             continue
-        for case in cases:
-            rows = record[section]
-            if flags.names and case.name not in flags.names:
-                continue
-            if not flags.names and case.name in rows:
-                continue
-            if section == "sizes" and case.name in record["pairs"]:
-                row = record["pairs"][case.name]["small"]
-            else:
-                row = measure(case)
-            rows[case.name] = {"arguments": case.arguments, **row}
-            record["date"] = datetime.now(UTC).isoformat(timespec="seconds")
-            record["versions"] = _versions()
-            flags.out.write_text(json.dumps(record, indent=1) + "\n")
-            print(section, case.name, row, flush=True)
-    wrong = [name for name, row in record["pairs"].items() if not is_within(row)]
-    if wrong:
-        raise SystemExit(f"differ by more than {BAND:.0%}: {', '.join(wrong)}")
-
-
-def is_within(row: dict[str, Any]) -> bool:
-    """Checks whether the smaller mesh of a pair shows what the full one has."""
-    ratios = [row.get(name) for name in ("peak_bytes_ratio", "step_s_ratio")]
-    return all(ratio is not None and abs(ratio - 1) <= BAND for ratio in ratios)
+        rows[case.name] = {"arguments": case.arguments, **plan(case)}
+        record["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+        record["versions"] = _versions()
+        flags.out.write_text(json.dumps(record, indent=1) + "\n")
+        print(case.name, rows[case.name], flush=True)
 
 
 def _versions() -> dict[str, str]:

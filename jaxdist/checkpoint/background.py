@@ -51,7 +51,7 @@ class Background:
         while (work := self._work.get()) is not None:
             try:
                 work()
-            except Exception:
+            except BaseException:  # even SystemExit must not end the thread
                 traceback.print_exc()
             finally:
                 self._ended.set()

@@ -38,7 +38,7 @@ IDENTITY = "identity"
 MAX_IDENTITY_BYTES = 1024
 _HALF_IDENTITY = re.compile(rb"[0-9a-f]{0,16}( [0-9a-f]{0,8})?\s*")
 _DEEPEST = 20  # deepest nesting of folders; Orbax's steps have 3 levels
-_LOW_PRIORITY = 15  # nice value: a thirtieth of the time of a thread with 0
+_LOW_PRIORITY = 10  # nice value: a tenth of the time of a thread with 0
 _SHOWN = 3  # faults of a step that a message lists
 
 
@@ -308,7 +308,7 @@ def _hashed(
 
 
 def _lower_priority() -> None:
-    """Makes this thread take only cores that other threads leave idle, and 3 % of others.
+    """Makes this thread take only cores that other threads leave idle, and 10 % of others.
 
     Only Linux has priorities of threads.
     """

@@ -43,8 +43,6 @@ class Question:
       expert_load: see `plan.make_plan`.
       calibration_file: a file of measured times of collectives; None for datasheet
         rates.
-      full: whether to compile on the whole mesh, although a smaller one has the same
-        program.
       limit_minutes: most minutes of a compilation, and of a search; None for the
         defaults.
 
@@ -61,7 +59,6 @@ class Question:
         fix: bool = False,
         expert_load: float = 1.0,
         calibration_file: str | None = None,
-        full: bool = False,
         limit_minutes: float | None = None,
     ) -> None:
         if search and target.platform == "cpu":
@@ -81,7 +78,7 @@ class Question:
         self.search = search
         self.fix = fix
         self.expert_load = expert_load
-        self.options = compile_options(full, limit_minutes)
+        self.options = compile_options(limit_minutes)
         self.limit_minutes = limit_minutes
         self.calibration: calibration.Calibration | None = None
         if calibration_file:
@@ -110,12 +107,11 @@ class Question:
         return Answer(plan, plan.exit_code)
 
 
-def compile_options(full: bool, limit_minutes: float | None) -> CompileOptions:
+def compile_options(limit_minutes: float | None) -> CompileOptions:
     """Makes the compile options of the command's flags; see `Question`."""
-    options = CompileOptions(full=full)
     if limit_minutes is None:
-        return options
-    return replace(options, timeout_s=60 * limit_minutes)
+        return CompileOptions()
+    return CompileOptions(timeout_s=60 * limit_minutes)
 
 
 def _search(question: Question, base: str, say: Say) -> Answer:

@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jaxdist.planner import communication, memory, replicas, timing
-from jaxdist.planner.communication import Collective
+from jaxdist.planner import communication, memory, timing
 from jaxdist.planner.compiler import Compiled, versions
 from jaxdist.planner.document import Plan
-from jaxdist.planner.replicas import SmallMesh
 from jaxdist.telemetry import hlo
 from jaxdist.telemetry.units import gib_text
 from jaxdist.trainer import compose, step_lines
@@ -20,19 +18,8 @@ _PACKAGES = {
 }
 
 
-def with_compiled(
-    plan: Plan, compiled: Compiled, small: SmallMesh | None = None
-) -> Plan:
-    """Adds the fit, the collectives and the time of a compiled step to a plan.
-
-    Args:
-      plan: the plan by arithmetic.
-      compiled: the compiled step.
-      small: the smaller mesh that it was compiled on; None = the plan's own mesh.
-
-    Raises:
-      NotTheSame: the program on the smaller mesh does not show that of the plan's mesh.
-    """
+def with_compiled(plan: Plan, compiled: Compiled) -> Plan:
+    """Adds the fit, the collectives and the time of a compiled step to a plan."""
     run = plan.run
     notes = [
         *plan.warnings,
@@ -53,7 +40,9 @@ def with_compiled(
     compute = run.precision.compute
     module = timing.with_load(hlo.parse(compiled.hlo), plan.expert_load)
     kernels = timing.kernels(module)
-    collectives = _collectives(plan, module, compiled, small)
+    collectives = communication.collectives(
+        module, plan.composition.shape, target, compiled.mesh_ids
+    )
     if plan.calibration:
         collectives = plan.calibration.applied(collectives)
     collectives = timing.overlap(module, collectives, kernels, target, compute=compute)
@@ -81,20 +70,6 @@ def with_compiled(
     sure = time.sure + other_compiler(time.sure, target.platform, versions())
     time = replace(time, sure=sure)
     return replace(plan, collectives=collectives, warnings=notes, time=time)
-
-
-def _collectives(
-    plan: Plan, module: hlo.Module, compiled: Compiled, small: SmallMesh | None
-) -> list[Collective]:
-    """Lists the collectives of a program, as they are on the plan's mesh."""
-    if small is None:
-        return communication.collectives(
-            module, plan.composition.shape, plan.target, compiled.mesh_ids
-        )
-    found = communication.collectives(
-        module, small.shape, small.target, compiled.mesh_ids
-    )
-    return replicas.enlarged(found, small, plan.composition.shape, plan.target)
 
 
 def tokens_per_step(composition: compose.Composition) -> int:

@@ -30,7 +30,6 @@ from jaxdist.planner.observed import (
     PTXAS_FIX,
     WINDOWED_EINSUM,
 )
-from jaxdist.planner.replicas import MOST_DEVICES, SmallMesh
 from jaxdist.planner.targets import Target
 from jaxdist.storage import untrusted
 from jaxdist.telemetry.units import GIB
@@ -54,7 +53,6 @@ PACKAGES = (
 _VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS"}  # where flags are set
 _FLAG_VALUES = {"true": True, "": True, "false": False}
 _NOT_INHERITED = ("--xla_gpu", "--xla_force_host_platform_device_count")
-SMALLER = "smaller"  # folder of the config on the smaller mesh, and key of its target
 SAY_EVERY_S = 10.0  # seconds of silence after which a stage is told again
 _LOG_LINES = 300  # of the compiler's log, kept with a result
 _TAIL_LINES = 15  # of the log, shown after a failure
@@ -64,16 +62,7 @@ class DoesNotFit(Exception):
     """The compiler's refusal of a step that needs too much memory.
 
     Its args are the bytes needed on each device and the bytes available.
-
-    Args:
-      needed: bytes needed.
-      capacity: bytes available.
-      smaller: the smaller target that it was compiled for (`Compiled.smaller`).
     """
-
-    def __init__(self, needed: int, capacity: int, smaller: str = "") -> None:
-        super().__init__(needed, capacity)
-        self.smaller = smaller
 
 
 class CannotTell(Exception):
@@ -92,9 +81,6 @@ class CompileOptions:
     timeout_s: float = 1800  # most wall time of the child
     memory_bytes: int = 4 * GIB  # most resident memory of the child
     cache: Path | None = None  # folder of results; None: ~/.cache/jaxdist/plans
-    # whether to compile on the whole mesh, although a smaller one has the same program
-    full: bool = False
-    most_devices: int = MOST_DEVICES  # see `replicas.smaller`
 
 
 @dataclass(frozen=True)
@@ -118,8 +104,6 @@ class Compiled:
     # one line for each dropped flag and each mismatch of versions
     notes: tuple[str, ...] = ()
     log: str = ""  # the end of the compiler's output
-    # the smaller target that the step was compiled for; "" = the target itself
-    smaller: str = ""
 
 
 def compile_run(
@@ -127,7 +111,6 @@ def compile_run(
     target: Target,
     options: CompileOptions | None = None,
     *,
-    small: SmallMesh | None = None,
     say: Say = lambda stage: None,
 ) -> Compiled:
     """Compiles the step that `train` would run on a target, with the target's compiler.
@@ -136,7 +119,6 @@ def compile_run(
       run: the config.
       target: the hardware.
       options: compiler flags and limits; default `CompileOptions()`.
-      small: the run on a smaller mesh, to compile if the step is the same there.
       say: called with each stage of the work as it begins.
 
     Raises:
@@ -152,18 +134,11 @@ def compile_run(
     with tempfile.TemporaryDirectory(prefix="jaxdist-plan-") as name:
         folder = Path(name)
         workdir.write_json(folder / workdir.CONFIG, document_of(run))
-        request: dict[str, Any] = {
+        request = {
             "target": target.text,
             "cache": str(_cache(options) or folder),
             "flags": flags,
         }
-        if small:
-            (folder / SMALLER).mkdir()
-            workdir.write_json(
-                folder / SMALLER / workdir.CONFIG, document_of(small.run)
-            )
-            request[SMALLER] = small.target.text
-            request["ratio"] = target.num_devices // small.target.num_devices
         workdir.write_text(folder / "request.json", json.dumps(request))
         result = _watch(folder, _environment(target, os.environ), options, say)
         _raise_error(result, folder)
@@ -174,8 +149,7 @@ def compile_run(
         )
     refusal = entry.pop("does_not_fit", None)
     if refusal:
-        needed, capacity = refusal
-        raise DoesNotFit(needed, capacity, result["smaller"])
+        raise DoesNotFit(*refusal)
     notes += result.pop("notes")
     notes += [
         f"{flag}: this compiler refuses the flag, so the plan is without it; remove it from your flags as well"

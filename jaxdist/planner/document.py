@@ -23,7 +23,7 @@ FITS = 0
 DOES_NOT_FIT = 3
 CANNOT_TELL = 4
 _SIZES = ("argument_bytes", "output_bytes", "temp_bytes", "alias_bytes")
-_COMPILE = ("seconds", "cpu_seconds", "cached", "child_peak_bytes", "smaller")
+_COMPILE = ("seconds", "cpu_seconds", "cached", "child_peak_bytes")
 
 
 @dataclass(frozen=True)

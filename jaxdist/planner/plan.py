@@ -10,7 +10,7 @@ import jax
 
 from jaxdist.config import ConfigError
 from jaxdist.parallel import placement, precision
-from jaxdist.planner import advice, memory, on_target, replicas, show, targets
+from jaxdist.planner import advice, memory, on_target, show, targets
 from jaxdist.planner.calibration import Calibration
 from jaxdist.planner.compiled_step import tokens_per_step, with_compiled
 from jaxdist.planner.compiler import (
@@ -122,25 +122,12 @@ def _with_compiler(plan: Plan, options: CompileOptions | None, say: Say) -> Plan
     """Compiles a plan's step and adds the results, or why there are none."""
     accounted = memory.accounted_peak(plan.components)
     say(f"by arithmetic {gib_text(accounted)} of a device's memory")
-    options = options or CompileOptions()
-    small = None
-    if not options.full:
-        small = replicas.smaller(
-            plan.composition, plan.target, most_devices=options.most_devices
-        )
     try:
-        compiled = compile_run(plan.run, plan.target, options, small=small, say=say)
-        try:
-            return with_compiled(plan, compiled, small if compiled.smaller else None)
-        except replicas.NotTheSame as difference:
-            say(f"not the same on {compiled.smaller}: {difference}")
-            compiled = compile_run(plan.run, plan.target, options, say=say)
-            return with_compiled(plan, compiled)
+        compiled = compile_run(plan.run, plan.target, options, say=say)
+        return with_compiled(plan, compiled)
     except DoesNotFit as refusal:
         needed, capacity = refusal.args
         reason = f"the compiler refuses it: {gib_text(needed)} needed, {gib_text(capacity)} available"
-        if refusal.smaller:
-            reason += f" (compiled for {refusal.smaller}, where a device's program is the same)"
         return replace(
             plan,
             fits=False,

@@ -65,7 +65,6 @@ def _parts(plan: Json, width: int) -> Iterator[RenderableType]:
     yield Text.assemble(
         (verdict, style), f" on {plan['target']}: {plan['exit_reason']}"
     )
-    yield from _compiled_for(plan)
     yield from _section("layout", _layout(plan))
     yield from _section("memory of a device", _memory(plan["memory"]))
     yield from _section(
@@ -81,15 +80,6 @@ def _parts(plan: Json, width: int) -> Iterator[RenderableType]:
     yield from _section(
         "what would make it fit, the cheapest first", _advice(plan["advice"], width)
     )
-
-
-def _compiled_for(plan: Json) -> Iterator[RenderableType]:
-    """Yields a line if the step was compiled on a smaller mesh."""
-    smaller = plan["compile"].get("smaller")
-    if smaller:
-        yield Text(
-            f"compiled for {smaller}, where each device has the same program; --full compiles for all devices"
-        )
 
 
 def _section(title: str, parts: Iterable[RenderableType]) -> Iterator[RenderableType]:

@@ -190,25 +190,6 @@ class Target:
         network = min(members.values()) * (self.chip.network_bytes_per_s or math.inf)
         return Link(self.chip.network, min(speed, network))
 
-    def group_form(self, device_ids: Sequence[int]) -> list[tuple[str, int, int]]:
-        """Describes how a group of TPUs lies in the hardware.
-
-        Args:
-          device_ids: the `jax.Device.id` of each member.
-
-        Returns:
-          For each dim of the group: what it is made of, the distance of its members,
-          and their number.
-        """
-        form = [
-            ("ring" if is_ring else "line", gap, number)
-            for number, is_ring, gap in self._ici_dims(device_ids)
-        ]
-        slices = len({i // SLICE_ID for i in device_ids})
-        if slices > 1:
-            form.append(("slices", 1, slices))
-        return form
-
     def _ici_links(self, device_ids: Sequence[int], per_chip: int) -> float:
         """Counts the links over which a device of a group can send in its slice.
 

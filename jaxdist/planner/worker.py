@@ -13,16 +13,14 @@ import threading
 import time
 import traceback
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxdist.config import ConfigError
-from jaxdist.planner import memory, observed, replicas, targets
+from jaxdist.planner import memory, observed, targets
 from jaxdist.planner.compiler import (
-    SMALLER,
     compiler_sizes,
     most_bytes,
     read_entry,
@@ -33,7 +31,7 @@ from jaxdist.planner.state import host_state_bytes
 from jaxdist.planner.targets import Target
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest_bytes
-from jaxdist.trainer import compose, validation, workdir
+from jaxdist.trainer import compose, run_config, validation, workdir
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -62,92 +60,61 @@ def _end_with_parent(parent: int) -> None:
 def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     """Finds the step's result in the cache, or compiles the step.
 
-    If the request has a smaller mesh, and the step is the same there, that is compiled.
-
     Returns:
-      The path of the result, whether it was cached, the warnings of the trace, and the
-      smaller target, or "".
+      The path of the result, whether it was cached, and the warnings of the trace.
     """
     _say(folder, "tracing")
+    run = workdir.read_config(folder, trust_code=True)  # the parent wrote it
+    target = targets.parse(request["target"])
+    devices = targets.devices(target)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default", UserWarning)
-        step = _lower(folder, request["target"])
+        mesh, lowered, state_on_host = _lower(run, devices, target)
     messages = [str(w.message) for w in caught if w.category is UserWarning]
-    path = _cached_path(request, step)
-    smaller = ""
-    if SMALLER in request and read_entry(path) is None:
-        small_step = _lower(folder / SMALLER, request[SMALLER])
-        other = replicas.difference(step.text, small_step.text, request["ratio"])
-        if other:
-            messages.append(
-                f"compiled for all devices, since the step differs on {request[SMALLER]}: {other}"
-            )
-        else:
-            smaller = request[SMALLER]
-            step = small_step
-            path = _cached_path(request, step)
+    mesh_ids = [device.id for device in mesh.devices.flat]
+    content = [
+        # These files decide how a result is read; a change makes older entries useless.
+        Path(__file__).read_text(),
+        Path(observed.__file__).read_text(),
+        target.text.partition("@")[0],
+        mesh_ids,
+        targets.topology_options(target),
+        sorted(request["flags"].items()),
+        os.environ["XLA_FLAGS"],
+        versions(),
+    ]
+    key = digest_bytes(json.dumps(content).encode() + lowered.as_text().encode())
+    path = Path(request["cache"]) / f"{key[:32]}.json.gz"
     cached = read_entry(path) is not None
     if not cached:
-        _say(folder, f"compiling for {step.target.text}")
-        entry = _compile(
-            step.lowered, request["flags"], step.target, step.state_on_host
-        )
-        entry |= {"mesh_ids": step.mesh_ids, "log": read_log(folder)}
+        _say(folder, f"compiling for {request['target']}")
+        entry = _compile(lowered, request["flags"], target, state_on_host)
+        entry |= {"mesh_ids": mesh_ids, "log": read_log(folder)}
         # The write is atomic, because another plan may write the same file.
         atomic.write_bytes(path, gzip.compress(json.dumps(entry).encode(), 4))
     return {
         "entry": str(path),
         "cached": cached,
         "notes": list(dict.fromkeys(messages)),
-        "smaller": smaller,
     }
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A lowered step for a target."""
+def _lower(
+    run: run_config.RunConfig, devices: Any, target: Target
+) -> tuple[jax.sharding.Mesh, Any, int]:
+    """Lowers the run's step for a target from shapes.
 
-    target: Target
-    lowered: Any
-    text: str  # the lowered program
-    mesh_ids: list[int]  # ids of the mesh's devices in order
-    state_on_host: int  # bytes of state that each device keeps on its host
-
-
-def _cached_path(request: dict[str, Any], step: _Step) -> Path:
-    """Finds the path of a step's result in the cache."""
-    content = [
-        # These files decide how a result is read; a change makes older entries useless.
-        Path(__file__).read_text(),
-        Path(observed.__file__).read_text(),
-        step.target.text.partition("@")[0],
-        step.mesh_ids,
-        targets.topology_options(step.target),
-        sorted(request["flags"].items()),
-        os.environ["XLA_FLAGS"],
-        versions(),
-    ]
-    key = digest_bytes(json.dumps(content).encode() + step.text.encode())
-    return Path(request["cache"]) / f"{key[:32]}.json.gz"
-
-
-def _lower(folder: Path, target_text: str) -> _Step:
-    """Lowers the step of a folder's config for a target from shapes."""
-    run = workdir.read_config(folder, trust_code=True)  # the parent wrote it
-    target = targets.parse(target_text)
-    devices = targets.devices(target)
+    Returns:
+      The mesh, the lowered step, and the bytes of state that each device keeps on its
+      host.
+    """
     composition = validation.validate(run, devices, with_data=False)
     built = composition.build_step(devices)
     batch = built.abstract_batch(compose.batch_shapes(run))
     traced = built.step.trace(built.abstract_state, batch)
     lowered = traced.lower(lowering_platforms=(target.compiler,))
-    return _Step(
-        target=target,
-        lowered=lowered,
-        text=lowered.as_text(),
-        mesh_ids=[device.id for device in built.mesh.devices.flat],
-        state_on_host=host_state_bytes(memory.components(composition, target)),
-    )
+    components = memory.components(composition, target)
+    return built.mesh, lowered, host_state_bytes(components)
 
 
 def _compile(

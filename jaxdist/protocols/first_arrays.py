@@ -38,7 +38,7 @@ class FirstArrays:
 
         with nnx.use_eager_sharding(False):
             # An abstract key: a real one would compile a program first.
-            traced = jax.jit(arrays).trace(jax.eval_shape(jax.random.key, 0))
+            traced = jax.jit(arrays).trace(jax.eval_shape(lambda: jax.random.key(0)))
             self._outputs = RepeatedOutputs(traced.jaxpr)
             self._state = traced.out_info
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import (
     ClosedJaxpr,
     DebugInfo,
@@ -106,14 +107,20 @@ class RepeatedOutputs:
         """
         constants = [self._producers[name].invars[1] for name in folded]
         numbers = jnp.stack([jnp.uint32(constant.val) for constant in constants])
-        return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+        # A loop, because the generators of hardware draw other numbers under `vmap`.
+        keys: jax.Array = jax.lax.map(
+            lambda number: jax.random.fold_in(key, number), numbers
+        )
+        return keys
 
     def _only(self, outputs: Sequence[Any]) -> ClosedJaxpr:
         """Makes the function of some outputs, with the equations that they need."""
         jaxpr = self._function.jaxpr
-        needed = set(self._equations_of(outputs))
+        needed = self._equations_of(outputs)
         equations = [
-            equation for number, equation in enumerate(jaxpr.eqns) if number in needed
+            equation
+            for number, equation in enumerate(jaxpr.eqns)
+            if number in needed or equation.effects  # such as a print
         ]
         only = Jaxpr(
             jaxpr.constvars,
@@ -194,7 +201,7 @@ def _signature(part: _Part) -> Hashable:
     lines = []
     for equation in part.equations:
         operands = tuple(
-            ("literal", str(x.aval), repr(x.val))
+            ("literal", str(x.aval), np.asarray(x.val).tobytes())
             if isinstance(x, Literal)
             else numbers[x]
             for x in equation.invars

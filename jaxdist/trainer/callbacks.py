@@ -529,7 +529,8 @@ def _overriding(callbacks: Iterable[Callback], method: str) -> list[Callback]:
     return [
         callback
         for callback in callbacks
-        if getattr(type(callback), method) is not inherited or method in vars(callback)
+        if getattr(type(callback), method, None) is not inherited
+        or method in vars(callback)
     ]
 
 

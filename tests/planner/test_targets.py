@@ -14,6 +14,7 @@ import pytest
 from jaxdist.config import ConfigError
 from jaxdist.hardware import chips
 from jaxdist.parallel import mesh
+from jaxdist.parallel.axes import AXES
 from jaxdist.planner import targets
 from support.paths import ROOT
 
@@ -376,3 +377,28 @@ def test_emulated_devices_are_arranged_as_the_mesh_does():
     ids = [device.id for device in mesh.build_mesh(config).devices.flat]
     layout = mesh.resolve_mesh(config, 8, 2)
     assert ids == targets.parse("cpu:8").arrange(layout).ravel().tolist()
+
+
+@pytest.mark.parametrize(
+    ("target", "axes"),
+    [
+        ("v5p:4x4x8", {"data": 8, "fsdp": 4, "context": 2, "tensor": 2}),
+        ("v4:4x4x4", {"data": 2, "fsdp": 32}),
+        ("v6e:4x8x2", {"data": 4, "fsdp": 16}),
+        ("tpu7x:4x4x4", {"data": 8, "fsdp": 16}),
+        ("h100:4x6", {"data": 6, "fsdp": 4}),
+        ("cpu:8", {"data": 2, "fsdp": 4}),
+    ],
+)
+def test_the_link_of_an_axis_is_that_of_its_slowest_group(target, axes):
+    target = targets.parse(target)
+    sizes = dict.fromkeys(AXES, 1) | axes
+    slices = dict.fromkeys(AXES, 1) | {"data": target.num_slices}
+    shape = mesh.MeshShape(sizes, slices)
+    ids = target.arrange(shape)
+    for number, (axis, size) in enumerate(shape.sizes.items()):
+        groups = [
+            group.tolist() for group in ids.swapaxes(number, -1).reshape(-1, size)
+        ]
+        slowest = min(map(target.group_link, groups), key=lambda x: x.bytes_per_s)
+        assert target.axis_link(shape, axis) == slowest

@@ -128,14 +128,15 @@ class StepAlarm:
         """Compares the pace with the usual one; reports or ends a slowdown."""
         current = self._parts()
         is_long = sum(self._started.recent) >= _MIN_WINDOW_S
-        if self._slow_since is None and not is_long:
+        waits_for_answers = self._report_by is not None
+        if self._slow_since is None and not is_long and not waits_for_answers:
             # No slowdown can begin, so nothing compares with the usual pace. Its
             # medians would cost short steps the most.
             self._samples.append(current)
             return
         usual = self._usual()
         if self._slow_since is None:
-            if usual and current.step > _SLOW * usual.step:
+            if usual and is_long and current.step > _SLOW * usual.step:
                 self._slow_since = step
                 if jax.process_index() == 0:
                     self._report_by = step if self._is_alone() else step + _ANSWER
