@@ -213,6 +213,11 @@ class _Step:
         # Of the parameters that a device holds. Those that wait on the host are copied
         # to the device in the compute dtype.
         self.copies_parameters = bool(state.get(HOST_PARAMETERS))
+        # layers on a device if the update goes layer by layer; 0 = all at once
+        self.layers_updated_in_turn = 0
+        if composition.moments_in() is not None:
+            stages = self.staging.stages if self.staging else 1
+            self.layers_updated_in_turn = max(spec.depth // stages, 1)
         self.stored_itemsize = jnp.dtype(run.precision.params).itemsize
         if self.copies_parameters:
             self.stored_itemsize = self.compute_itemsize
@@ -294,7 +299,11 @@ class _Step:
         if self.copies_parameters:  # the update goes layer by layer
             return
         gathered = update_memory.gathered_bytes(
-            self.spec, self.rules, self.stored_itemsize, self.platform
+            self.spec,
+            self.rules,
+            self.stored_itemsize,
+            self.platform,
+            layers=self.layers_updated_in_turn,
         )
         orthogonalized = 0
         if self.platform == "gpu":

@@ -7,6 +7,7 @@ import math
 
 from jaxdist.optim.roles import role_of
 from jaxdist.parallel.sharding import Rules
+from jaxdist.protocols.dim_names import in_stack
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.trainer.run_config import RunConfig
 
@@ -17,25 +18,39 @@ from jaxdist.trainer.run_config import RunConfig
 WAITING = {"gpu": 0.6, "tpu": 1.0}
 
 
-def gathered_bytes(spec: ModelSpec, rules: Rules, itemsize: int, platform: str) -> int:
+def gathered_bytes(
+    spec: ModelSpec,
+    rules: Rules,
+    itemsize: int,
+    platform: str,
+    *,
+    layers: int = 0,
+) -> int:
     """Counts the gathered parameters that wait to be put in place, in bytes.
 
     At ZeRO 1 and 2, each device updates its shards, and gathers the new parameters. XLA
     starts the gathers of all parameters before it puts the first in place. On GPUs,
     some results use the memory of old parameters that nobody reads any more; the order
-    of the instructions decides which.
+    of the instructions decides which. An update that goes layer by layer gathers one
+    layer, or one other parameter (`step.layerwise`).
 
     Args:
       spec: the model.
       rules: the sharding rules of the layout.
       itemsize: bytes of a stored number.
       platform: tpu, gpu or cpu.
+      layers: number of layers on a device if the update goes layer by layer, or 0.
     """
-    whole = sum(
-        math.prod(rules.shard_dims(rules.stored(names, x.shape), x.shape))
-        for x, names in spec.named_trainable().values()
+    sizes = {
+        path: math.prod(rules.shard_dims(rules.stored(names, x.shape), x.shape))
+        for path, (x, names) in spec.named_trainable().items()
         if rules.state(names, x.shape) != rules.stored(names, x.shape)
-    )
+    }
+    if layers:
+        in_layers = sum(size for path, size in sizes.items() if in_stack(path))
+        others = [size for path, size in sizes.items() if not in_stack(path)]
+        return itemsize * max([in_layers // layers, *others])
+    whole = sum(sizes.values())
     return int(WAITING.get(platform, 0) * itemsize * whole)
 
 

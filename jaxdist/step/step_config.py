@@ -31,7 +31,8 @@ class StepConfig:
     remat: RematConfig | str = "dots"  # rematerialization, or the name of its policy
     loss_scale: DynamicLossScale | None = None  # None = gradients are not scaled
     ema_decay: float = 0.0  # decay of the moving average of parameters; 0 = no average
-    # memory kind in which the optimizer's state waits; None = the memory of the devices
+    # memory kind in which the optimizer's state waits. The update then goes layer by
+    # layer. None = the memory of the devices, and all parameters are updated at once
     moments_in: str | None = None
     # memory kind where the stored parameters wait between steps, beside the moments;
     # None = on the device

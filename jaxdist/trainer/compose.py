@@ -26,9 +26,11 @@ from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.placement import Placement, place
 from jaxdist.parallel.sharding import Rules, build_rules
 from jaxdist.protocols.model_spec import ModelSpec, as_stored, describe
+from jaxdist.step.layerwise import DEVICE
 from jaxdist.step.loss_scale import DynamicLossScale
 from jaxdist.step.step_config import StepConfig
 from jaxdist.step.train_step import TrainStep, build_train_step
+from jaxdist.step.update import offload_obstacle
 from jaxdist.trainer.run_config import Build, RunConfig, TrainedFor
 
 # --- a run's config alone -------------------------------------------------------------
@@ -213,6 +215,23 @@ class Composition:
         """Arranges devices as the run's mesh; default: all devices."""
         return build_mesh(self.config.mesh, devices)
 
+    def moments_in(
+        self, optimizer: optax.GradientTransformation | None = None
+    ) -> str | None:
+        """Chooses the memory where moments wait; see `StepConfig.moments_in`.
+
+        At ZeRO 2 a device updates its shards and gathers the new parameters. XLA would
+        gather all at once, beside the old ones. Layer by layer, one layer is gathered.
+
+        Args:
+          optimizer: the caller's optimizer; default: that of the config.
+        """
+        config = self.config
+        if config.offload.optimizer:
+            return HOST
+        by_layer = offload_obstacle(optimizer or config.optimizer) is None
+        return DEVICE if config.mesh.zero == 2 and by_layer else None
+
     def build_step(
         self,
         devices: Sequence[jax.Device] | None = None,
@@ -253,7 +272,7 @@ class Composition:
             reduce_over_replicas=config.mesh.reduce,
             remat=config.remat,
             ema_decay=config.train.ema_decay,
-            moments_in=HOST if config.offload.optimizer else None,
+            moments_in=self.moments_in(optimizer),
             params_in=HOST if config.offload.parameters else None,
             staging=self.staging,
             max_traces=max_traces,
