@@ -25,6 +25,7 @@ DeviceBatch = dict[str, jax.Array]
 # than to make it. A group has at most so many batches, and so many bytes.
 _GROUP = 16
 _GROUP_BYTES = 1 << 16
+_GROUP_S = 0.05  # a slow source's batches are handed over one by one
 
 
 class Placer:
@@ -180,10 +181,15 @@ class Loader(Iterator[DeviceBatch], AbstractContextManager["Loader", None]):
         rows = self._placer.rows
         if self.balancer:
             rows = self.balancer.order(step)[rows]
+        began = time.perf_counter()
         batch = self._read(step, self._size, rows)
         if self._groups:
+            seconds = time.perf_counter() - began
             num_bytes = sum(values.nbytes for values in batch.values())
-            self._group = max(1, min(_GROUP, _GROUP_BYTES // max(num_bytes, 1)))
+            most = min(
+                _GROUP_BYTES // max(num_bytes, 1), int(_GROUP_S / max(seconds, 1e-9))
+            )
+            self._group = max(1, min(_GROUP, most))
         return self._placer(batch)
 
     def _take(self) -> DeviceBatch:

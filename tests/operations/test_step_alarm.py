@@ -279,7 +279,10 @@ class Thorough(StepAlarm):
         if self._slow_since is None:
             is_long = sum(self._started.recent) >= step_alarm._MIN_WINDOW_S
             if usual and is_long and current.step > step_alarm._SLOW * usual.step:
-                self._slow_since = self._report_by = step
+                self._slow_since = step
+                self._report_by = (
+                    step if self._is_alone() else step + step_alarm._ANSWER
+                )
             else:
                 self._samples.append(current)
         elif usual and current.step < step_alarm._USUAL * usual.step:
@@ -287,17 +290,34 @@ class Thorough(StepAlarm):
         elif step - self._slow_since >= step_alarm._KEPT:
             self._samples.clear()
             self._slow_since = None
+        if self._slow_since is not None and usual:
+            self._post(step, current, usual)
         if self._report_by is not None and usual:
             self._report_cause(step, current, usual)
 
 
+class SilentBoard:
+    """The board of several processes, of which the others post nothing."""
+
+    client = object()
+
+    def put(self, post):
+        pass
+
+    def values(self):
+        return {}
+
+
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("seed", range(20))
-def test_alarms_are_those_of_all_medians(seed):
+def test_alarms_are_those_of_all_medians(seed, alone):
     """Steps of random lengths, around the shortest window that can have a slowdown."""
     quick, thorough = Loop(), Loop()
     thorough.alarm = Thorough(
         thorough._event, thorough.notes.append, clock=lambda: thorough.now
     )
+    if not alone:
+        quick.alarm._board = thorough.alarm._board = SilentBoard()
     draw = random.Random(seed)
     for _ in range(40):
         slow = {
