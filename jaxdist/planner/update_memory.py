@@ -31,8 +31,9 @@ def gathered_bytes(
     At ZeRO 1 and 2, each device updates its shards, and gathers the new parameters. XLA
     starts the gathers of all parameters before it puts the first in place. On GPUs,
     some results use the memory of old parameters that nobody reads any more; the order
-    of the instructions decides which. An update that goes layer by layer gathers one
-    layer, or one other parameter (`step.layerwise`).
+    of the instructions decides which. After an update that goes layer by layer
+    (`step.layerwise`), gathers of stacks take the memory of the old parameters. Beside
+    them are one layer, or one other parameter.
 
     Args:
       spec: the model.

@@ -220,8 +220,9 @@ class Composition:
     ) -> str | None:
         """Chooses the memory where moments wait; see `StepConfig.moments_in`.
 
-        At ZeRO 2 a device updates its shards and gathers the new parameters. XLA would
-        gather all at once, beside the old ones. Layer by layer, one layer is gathered.
+        At ZeRO 2 a device updates its shards and gathers the new parameters. XLA gathers
+        them beside the old ones, which the update of a whole stack reads. A loop over
+        the layers reads only shards of the old ones, so gathers take their memory.
 
         Args:
           optimizer: the caller's optimizer; default: that of the config.

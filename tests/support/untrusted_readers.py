@@ -526,8 +526,8 @@ def _of_programs(
         faults = [*schema.faults(optimizer), *schema.faults(adapters)]
         faults += schema.faults(ShardingConfig(rules))
         for use in (
-            lambda: describe(model.build, frozen=found, rules=rules),
-            lambda: describe(lora.adapted(model.build, adapters)),
+            lambda: describe(model.first.build, frozen=found, rules=rules),
+            lambda: describe(lora.adapted(model.first.build, adapters)),
         ):
             try:
                 use()

@@ -3,11 +3,14 @@
 from dataclasses import dataclass, field
 
 import jax
+import optax
 import pytest
 
 from jaxdist.config import ConfigError
 from jaxdist.parallel.mesh import resolve_mesh
+from jaxdist.parallel.offload import HOST
 from jaxdist.parallel.remat import RematConfig
+from jaxdist.step.layerwise import DEVICE
 from jaxdist.trainer import compose, validation
 from support.objectives import SumObjective
 from support.runs import run_of
@@ -143,3 +146,23 @@ def test_a_model_is_checked_for_each_objective(monkeypatch):
     validate(Reading("weights"))
     with pytest.raises(ConfigError, match="the batch has no 'answers'"):
         validate(Reading("answers"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "memory"),
+    [
+        ({"mesh.zero": 1}, None),
+        ({"mesh.zero": 2}, DEVICE),
+        ({"mesh.zero": 3}, None),
+        ({"mesh.zero": 2, "optimizer.name": "muon"}, DEVICE),
+        ({"mesh.zero": 2, "optimizer.name": "adafactor"}, None),
+        ({"mesh.zero": 2, "offload.optimizer": True}, HOST),
+    ],
+)
+def test_the_update_goes_layer_by_layer_at_zero_2(changes, memory):
+    config = run_of("quickstart", **{"mesh.fsdp": 8, "mesh.data": 1, **changes})
+    composition = validation.validate_on(config, 8, with_data=False)
+    assert composition.moments_in() == memory
+    if memory == DEVICE:
+        # an optimizer that the caller gives may not treat layers one by one
+        assert composition.moments_in(optax.sgd(0.1)) is None
