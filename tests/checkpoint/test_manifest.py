@@ -568,7 +568,7 @@ def test_a_fingerprint_in_slices_is_the_same(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no priorities of threads")
-@pytest.mark.parametrize(("beside", "added"), [(False, 0), (True, 15)])
+@pytest.mark.parametrize(("beside", "added"), [(False, 0), (True, 10)])
 def test_hashing_beside_training_takes_idle_cores(tmp_path, monkeypatch, beside, added):
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "file").write_bytes(b"content")
