@@ -20,6 +20,11 @@ class OffloadConfig:
     # to the device in precision.compute
     parameters: bool = False
 
+    @property
+    def parameters_in(self) -> str | None:
+        """The memory kind where parameters wait; None = on the devices."""
+        return HOST if self.parameters else None
+
     def faults(self) -> Iterator[str]:
         """Yields a message for each conflict of values, with its fix."""
         if self.parameters and not self.optimizer:

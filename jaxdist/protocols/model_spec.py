@@ -27,7 +27,7 @@ Tree = Any  # nested dicts of arrays
 class ModelSpec:
     """A model without its arrays: its graph, their shapes, and their logical names."""
 
-    first: FirstArrays  # makes the arrays of a new model
+    first_arrays: FirstArrays  # makes the arrays of a new model
     graph: nnx.GraphDef[Any]
     trainable: Tree  # tree of ShapeDtypeStructs
     model_state: Tree
@@ -94,7 +94,7 @@ class ModelSpec:
           (trainable, model state, frozen).
         """
         with nnx.use_eager_sharding(False):
-            model = self.first.model(key)
+            model = self.first_arrays.model(key)
             for path, value in (given or {}).items():
                 names = path.split(trees.SEPARATOR)
                 target: Any = functools.reduce(getattr, names, model)
@@ -317,8 +317,8 @@ def describe(
     ]
     if faults:
         raise ConfigError(faults)
-    first = _trace(build)
-    model = first.abstract_model()
+    first_arrays = _trace(build)
+    model = first_arrays.abstract_model()
     staged = is_staged(model)
     names, misfits = param_names.name_parameters(model, rules, staged=staged)
     faults = [
@@ -338,7 +338,7 @@ def describe(
         )
 
     return ModelSpec(
-        first,
+        first_arrays,
         names=names_of(parts.trainable),
         frozen_names=names_of(parts.frozen),
         model_class=type(model),

@@ -63,13 +63,12 @@ class RepeatedOutputs:
         self._debug_info = function.jaxpr.debug_info._replace(
             arg_names=None, result_paths=None
         )
+        self._equations = function.jaxpr.eqns
+        # number of the equation that computes a variable
         self._producers = {
-            output: equation
-            for equation in function.jaxpr.eqns
+            output: number
+            for number, equation in enumerate(self._equations)
             for output in equation.outvars
-        }
-        self._numbers = {
-            id(equation): number for number, equation in enumerate(function.jaxpr.eqns)
         }
         groups: dict[Hashable, list[_Part]] = defaultdict(list)
         variables = [x for x in function.jaxpr.outvars if not isinstance(x, Literal)]
@@ -105,8 +104,9 @@ class RepeatedOutputs:
         Returns:
           The keys, [len(folded)].
         """
-        constants = [self._producers[name].invars[1] for name in folded]
-        numbers = jnp.stack([jnp.uint32(constant.val) for constant in constants])
+        equations = [self._equations[self._producers[name]] for name in folded]
+        constants = [equation.invars[1].val for equation in equations]
+        numbers = jnp.stack([jnp.uint32(constant) for constant in constants])
         # A loop, because the generators of hardware draw other numbers under `vmap`.
         keys: jax.Array = jax.lax.map(
             lambda number: jax.random.fold_in(key, number), numbers
@@ -119,7 +119,7 @@ class RepeatedOutputs:
         needed = self._equations_of(outputs)
         equations = [
             equation
-            for number, equation in enumerate(jaxpr.eqns)
+            for number, equation in enumerate(self._equations)
             if number in needed or equation.effects  # such as a print
         ]
         only = Jaxpr(
@@ -139,15 +139,13 @@ class RepeatedOutputs:
           None if the output needs the function's key itself, a constant, or no key.
         """
         keys: dict[Var, None] = {}
-        equations = []
-        for number in sorted(self._equations_of([output], stop=self._folds_key)):
-            equations.append(self._function.jaxpr.eqns[number])
+        needed = self._equations_of([output], stop=self._folds_key)
+        equations = [self._equations[number] for number in sorted(needed)]
         made = {x for equation in equations for x in equation.outvars}
         for operand in [output, *(x for e in equations for x in e.invars)]:
             if isinstance(operand, Literal) or operand in made:
                 continue
-            producer = self._producers.get(operand)
-            if producer is None:  # the function's key, or a constant
+            if operand not in self._producers:  # the function's key, or a constant
                 return None
             keys[operand] = None
         if not keys:
@@ -169,15 +167,13 @@ class RepeatedOutputs:
         pending = list(outputs)
         while pending:
             atom = pending.pop()
-            producer = None
-            if not isinstance(atom, Literal):
-                producer = self._producers.get(atom)
-            if producer is None or stop(producer):
+            if isinstance(atom, Literal) or atom not in self._producers:
                 continue
-            number = self._numbers[id(producer)]
-            if number not in found:
+            number = self._producers[atom]
+            equation = self._equations[number]
+            if number not in found and not stop(equation):
                 found.add(number)
-                pending += producer.invars
+                pending += equation.invars
         return found
 
     def _folds_key(self, equation: JaxprEqn) -> bool:

@@ -15,6 +15,7 @@ from jaxdist.optim.optimizers import ELEMENTWISE, build_optimizer, optimizer_of
 from jaxdist.optim.roles import roles
 from jaxdist.optim.schedules import Schedule, rate_of_one
 from jaxdist.parallel import execution
+from jaxdist.parallel.offload import HOST, OffloadConfig
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.dim_names import Names
@@ -287,6 +288,30 @@ def build_update_rule(
         elementwise=optimizer.name in ELEMENTWISE and layerwise is None,
         scaler=scaler,
     )
+
+
+def memory_of_moments(
+    optimizer: OptimizerConfig | optax.GradientTransformation,
+    offload: OffloadConfig,
+    *,
+    zero: int,
+) -> str | None:
+    """Chooses the memory where moments wait; see `StepConfig.moments_in`.
+
+    At ZeRO 2 a device updates its shards and gathers the new parameters. XLA gathers them
+    beside the old ones, which the update of a whole stack reads. A loop over the layers
+    reads only shards of the old ones, so gathers take their memory.
+
+    Args:
+      optimizer: a config, or a transformation of the caller.
+      offload: what waits on the host.
+      zero: the ZeRO stage.
+    """
+    if offload.optimizer:
+        return HOST
+    if zero == 2 and offload_obstacle(optimizer) is None:
+        return DEVICE
+    return None
 
 
 def offload_obstacle(

@@ -21,16 +21,14 @@ from jaxdist.data.dataset import Dataset
 from jaxdist.models import lora, registry
 from jaxdist.optim import schedules
 from jaxdist.parallel.mesh import MeshShape, build_mesh
-from jaxdist.parallel.offload import HOST
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.placement import Placement, place
 from jaxdist.parallel.sharding import Rules, build_rules
 from jaxdist.protocols.model_spec import ModelSpec, as_stored, describe
-from jaxdist.step.layerwise import DEVICE
 from jaxdist.step.loss_scale import DynamicLossScale
 from jaxdist.step.step_config import StepConfig
 from jaxdist.step.train_step import TrainStep, build_train_step
-from jaxdist.step.update import offload_obstacle
+from jaxdist.step.update import memory_of_moments
 from jaxdist.trainer.run_config import Build, RunConfig, TrainedFor
 
 # --- a run's config alone -------------------------------------------------------------
@@ -220,18 +218,13 @@ class Composition:
     ) -> str | None:
         """Chooses the memory where moments wait; see `StepConfig.moments_in`.
 
-        At ZeRO 2 a device updates its shards and gathers the new parameters. XLA gathers
-        them beside the old ones, which the update of a whole stack reads. A loop over
-        the layers reads only shards of the old ones, so gathers take their memory.
-
         Args:
           optimizer: the caller's optimizer; default: that of the config.
         """
         config = self.config
-        if config.offload.optimizer:
-            return HOST
-        by_layer = offload_obstacle(optimizer or config.optimizer) is None
-        return DEVICE if config.mesh.zero == 2 and by_layer else None
+        return memory_of_moments(
+            optimizer or config.optimizer, config.offload, zero=config.mesh.zero
+        )
 
     def build_step(
         self,
@@ -274,7 +267,7 @@ class Composition:
             remat=config.remat,
             ema_decay=config.train.ema_decay,
             moments_in=self.moments_in(optimizer),
-            params_in=HOST if config.offload.parameters else None,
+            params_in=config.offload.parameters_in,
             staging=self.staging,
             max_traces=max_traces,
         )

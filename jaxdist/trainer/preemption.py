@@ -10,7 +10,6 @@ the main thread is in a compiler or waits for another process, a further thread 
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found,unused-ignore]  # private: no stubs
 import atexit
 import contextlib
 import math
@@ -173,9 +172,7 @@ class StopSignals:
         The user's handler will be called, too.
         """
         for number in self._before:
-            # signal.getsignal looks a handler up among its constants: this takes ten
-            # times as long, at each step
-            current = _signal.getsignal(number)
+            current = signal.getsignal(number)
             if current == self._on_signal:
                 continue
             self._before[number] = signal.signal(number, self._on_signal)

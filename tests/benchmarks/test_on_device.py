@@ -144,24 +144,30 @@ def test_two_at_once_and_a_folder_that_is_none_are_refused(
     )
 
 
+@pytest.fixture
+def kept_handlers():
+    """Restores the handlers of signals that the program replaces."""
+    kept = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)
+    }
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("kept_handlers")
 def test_ended_by_a_signal_it_ends_its_item(on_device, monkeypatch, tmp_path):
     code = f"import os, signal, time; print(os.getpid(), flush=True); os.kill({os.getpid()}, signal.SIGTERM)"
     monkeypatch.setitem(CODE, "slow", f"{code}; time.sleep(60)")
     monkeypatch.setattr(on_device.Item, "limit_s", 60.0)
-    kept = {
-        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        with pytest.raises(SystemExit) as ended:
-            run(on_device, monkeypatch, "--out", str(tmp_path), "--items", "slow")
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
+    with pytest.raises(SystemExit) as ended:
+        run(on_device, monkeypatch, "--out", str(tmp_path), "--items", "slow")
     assert ended.value.code == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "logs" / "slow.log").read_text()), 0)
 
 
+@pytest.mark.usefixtures("kept_handlers")
 def test_a_signal_during_an_items_start_ends_the_item(on_device, monkeypatch, tmp_path):
     """The signal arrives before `Popen` returns."""
     children = []
@@ -175,15 +181,8 @@ def test_a_signal_during_an_items_start_ends_the_item(on_device, monkeypatch, tm
     monkeypatch.setitem(CODE, "slow", "import time; time.sleep(60)")
     monkeypatch.setattr(on_device.Item, "limit_s", 60.0)
     monkeypatch.setattr(on_device.subprocess, "Popen", start)
-    kept = {
-        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        with pytest.raises(SystemExit) as ended:
-            run(on_device, monkeypatch, "--out", str(tmp_path), "--items", "slow")
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
+    with pytest.raises(SystemExit) as ended:
+        run(on_device, monkeypatch, "--out", str(tmp_path), "--items", "slow")
     assert ended.value.code == 128 + signal.SIGTERM
     assert children[0].returncode == -signal.SIGKILL
 

@@ -86,7 +86,7 @@ def test_peft_in_and_out(name, tmp_path):
     plain, parameters = loaded(folder)
     config = LoraConfig(rank=RANK, alpha=ALPHA, targets=kernels)
     family = interop.FAMILIES[base.config.model_type]
-    spec = describe(lora.adapted(plain.first.build, config))
+    spec = describe(lora.adapted(plain.first_arrays.build, config))
     factors = ours.read(there, family, config, shapes_of(spec.trainable))
     trainable, _, frozen = jax.jit(spec.init_params)(
         jax.random.key(0), trees.flatten_names(parameters) | factors
@@ -122,7 +122,7 @@ def test_adapters_of_unequal_layers_are_not_read(tmp_path):
         base, peft.LoraConfig(r=RANK, target_modules=["q_proj"])
     ).save_pretrained(tmp_path / "a")
     config = LoraConfig(rank=RANK, alpha=ALPHA, targets=("query",))
-    spec = describe(lora.adapted(loaded(tmp_path)[0].first.build, config))
+    spec = describe(lora.adapted(loaded(tmp_path)[0].first_arrays.build, config))
     with pytest.raises(
         ConfigError, match="with dense layers between those with experts are not read"
     ):

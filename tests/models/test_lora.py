@@ -736,7 +736,7 @@ FOREIGN = {
 def test_an_adapter_that_peft_wrote_gives_pefts_logits_and_comes_back(name, tmp_path):
     config, family, folder = FOREIGN[name], interop.FAMILIES[name], PEFT / name
     plain, base = loaded(FOLDERS / name)
-    spec = describe(lora.adapted(plain.first.build, config))
+    spec = describe(lora.adapted(plain.first_arrays.build, config))
     shapes = shapes_of(spec.trainable)
     factors = peft.read(folder, family, config, shapes)
     given = trees.flatten_names(base) | factors
@@ -800,7 +800,7 @@ def test_an_adapter_that_is_another_is_refused(changes, config, said, tmp_path):
     config = replace(FOREIGN["llama"], **config)
     shapes = shapes_of(
         describe(
-            lora.adapted(loaded(FOLDERS / "llama")[0].first.build, config)
+            lora.adapted(loaded(FOLDERS / "llama")[0].first_arrays.build, config)
         ).trainable
     )
     with pytest.raises(ConfigError) as raised:
@@ -820,7 +820,7 @@ def test_alphas_are_those_of_pefts_patterns_and_none_takes_long(tmp_path):
     }
     (folder / peft.CONFIG).write_text(json.dumps(about))
     config = FOREIGN["llama"]
-    model = lora.adapted(loaded(FOLDERS / "llama")[0].first.build, config)
+    model = lora.adapted(loaded(FOLDERS / "llama")[0].first_arrays.build, config)
     with pytest.raises(ConfigError) as raised:
         peft.read(
             folder,
@@ -861,7 +861,9 @@ def test_an_adapters_tensors_that_fit_no_kernel_are_named(name, value, said, tmp
     )
     shapes = shapes_of(
         describe(
-            lora.adapted(loaded(FOLDERS / "llama")[0].first.build, FOREIGN["llama"])
+            lora.adapted(
+                loaded(FOLDERS / "llama")[0].first_arrays.build, FOREIGN["llama"]
+            )
         ).trainable
     )
     with pytest.raises(ConfigError, match="model.layers.1.self_attn.q_proj") as raised:

@@ -470,7 +470,7 @@ def _of_models(work: Path) -> dict[str, Reader]:
                 rank=4, alpha=8, targets=("query", "value", "down")
             )
             plain = spec
-            adapted = describe(lora.adapted(spec.first.build, chosen)).trainable
+            adapted = describe(lora.adapted(spec.first_arrays.build, chosen)).trainable
     factors = {path: x.shape for path, x in trees.flatten_names(adapted).items()}
 
     def adapter(file: Path) -> object:
@@ -526,8 +526,8 @@ def _of_programs(
         faults = [*schema.faults(optimizer), *schema.faults(adapters)]
         faults += schema.faults(ShardingConfig(rules))
         for use in (
-            lambda: describe(model.first.build, frozen=found, rules=rules),
-            lambda: describe(lora.adapted(model.first.build, adapters)),
+            lambda: describe(model.first_arrays.build, frozen=found, rules=rules),
+            lambda: describe(lora.adapted(model.first_arrays.build, adapters)),
         ):
             try:
                 use()
