@@ -1,4 +1,4 @@
-"""Writes docs/config-keys.md, the reference of all config keys, from their schema.
+"""Writes docs/reference/config-keys.md, the reference of all config keys, from their schema.
 
 `python docs/generate.py` from the project's root. A test compares the page with what
 this writes.
@@ -18,12 +18,12 @@ from jaxdist.config.schema import Field  # noqa: E402
 from jaxdist.models import registry  # noqa: E402
 from jaxdist.trainer.run_config import RunConfig, full_schema  # noqa: E402
 
-PAGE = ROOT / "docs" / "config-keys.md"
+PAGE = ROOT / "docs" / "reference" / "config-keys.md"
 INTRODUCTION = """# Config keys
 
 <!-- Written by `python docs/generate.py` from the config classes. Do not edit. -->
 
-Set a key with `--config.KEY=VALUE`. [Configuration](configuration.md) explains how.
+Set a key with `--config.KEY=VALUE`. [Configuration](../how-to/configure.md) explains how.
 A key with "yes" in the column *resume* may have another value when a run resumes. A
 change of any other key is refused.
 """

@@ -1,7 +1,7 @@
 """The library: `fit` trains a model of the caller's, and `run` trains a config.
 
 Only this module and the commands put core and wings together: the folders that train,
-and those that plan, verify, operate and exchange models (docs/architecture.md).
+and those that plan, verify, operate and exchange models (docs/project/architecture.md).
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def fit(
 
     Args:
       model: an nnx module, which is not changed; or a function that makes one from an
-        nnx.Rngs. See docs/your-own-model.md.
+        nnx.Rngs. See docs/how-to/own-model.md.
       optimizer: a transformation of optax, used unchanged; or a jaxdist config, whose
         schedule ends at the last step.
       batches: {entry: array of [N, ...]}, which jaxdist shuffles; or a function from
@@ -170,12 +170,12 @@ def fit(
         "train.eval_every".
       seed: seed of everything random: initial values, the order of data, dropout.
       settings: other keys of the config, such as {"precision.compute": "bfloat16"}; see
-        docs/configuration.md.
+        docs/how-to/configure.md.
       devices: devices to train on; default: all.
       hooks: additional callbacks, such as [jaxdist.every(100, function)]; see
-        docs/library.md.
+        docs/how-to/library.md.
       objective: the loss in place of the model's own, such as one that compares the
-        model with a frozen reference; see docs/recipes.md.
+        model with a frozen reference; see docs/how-to/recipes.md.
       modules: the frozen modules of the objective by name, each in the forms of
         `model`. A function makes one with the seed's random values: those that the
         model starts with, if it is the model's own function.
@@ -277,6 +277,6 @@ def _verify(
     if not report.passed:
         raise ConfigError(
             f"verify: the model's loss depends on the layout, or its gradients do; see "
-            f"docs/your-own-model.md. Nothing was trained.\n{report}"
+            f"docs/how-to/own-model.md. Nothing was trained.\n{report}"
         )
     print_safe(summary(report))

@@ -1,4 +1,4 @@
-"""The picture of docs/architecture.md, read from the source: order, cycles, lazy
+"""The picture of docs/project/architecture.md, read from the source: order, cycles, lazy
 imports, sizes.
 """
 

@@ -1,4 +1,4 @@
-"""Draws core, wings and roots for docs/architecture.md.
+"""Draws core, wings and roots for docs/project/architecture.md.
 
 `python docs/images/architecture.py` writes architecture.svg beside itself.
 """

@@ -1,4 +1,4 @@
-"""Draws the memory of docs/pipeline.md: `python docs/images/memory.py` writes beside
+"""Draws the memory of docs/how-to/pipelines.md: `python docs/images/memory.py` writes beside
 itself.
 
 The numbers are those of benchmarks/results/tpu-pipeline.json; a case that is not there

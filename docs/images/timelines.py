@@ -1,4 +1,4 @@
-"""Draws the timelines of docs/pipeline.md: `python docs/images/timelines.py` writes
+"""Draws the timelines of docs/how-to/pipelines.md: `python docs/images/timelines.py` writes
 beside itself.
 
 A backward is three forwards long, since it computes its stage again; head and hops are

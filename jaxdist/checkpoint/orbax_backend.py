@@ -65,7 +65,7 @@ def _spare_leaks_of_tensorstore() -> None:
 
     TensorStore 0.1 keeps a reference to each text and list that it converts from JSON.
     For each save, Orbax converts the metrics of all drivers twice, for a line of its
-    log, and for each array the spec of a folder. docs/decisions.md has the numbers.
+    log, and for each array the spec of a folder. docs/project/decisions.md has the numbers.
     """
     convert = ts.KvStore.Spec.to_json
 

@@ -100,5 +100,5 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-code",
         action="store_true",
-        help="execute the model code that a stored config names (docs/security.md)",
+        help="execute the model code that a stored config names (docs/explanation/security.md)",
     )

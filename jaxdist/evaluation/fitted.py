@@ -32,7 +32,7 @@ class Fitted:
 
     folder: Path
     step: int  # number of finished updates
-    # "finished", or why the run ended before its last step: docs/library.md lists the
+    # "finished", or why the run ended before its last step: docs/how-to/library.md lists the
     # values
     stopped: str
     # its state has flat layers, the weights (their average, if one is kept) and no

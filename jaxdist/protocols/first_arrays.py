@@ -75,7 +75,7 @@ class _CountedStream(nnx.RngStream):
 
     flax adds 1 to a traced count by `count[...] += 1`, which reads `sharding` of the
     tracer. It has none, and jax composes an error text from the whole trace so far. So
-    the time of N draws would grow with N^2 (docs/decisions.md, 2026-11-28).
+    the time of N draws would grow with N^2 (docs/project/decisions.md, 2026-11-28).
     """
 
     count: Any  # RngCount

@@ -375,7 +375,7 @@ def test_what_the_page_shows_works(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "models" / "tuned" / "tokenizer.json").is_file()
     (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     capsys.readouterr()
-    exec(compile(block, "docs/huggingface.md", "exec"), {})
+    exec(compile(block, "docs/how-to/hugging-face.md", "exec"), {})
     assert capsys.readouterr().out == "LlamaForCausalLM 3 True\n"
     for family in interop.FAMILIES:
         assert f"`{family}`" in PAGE

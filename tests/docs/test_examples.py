@@ -79,7 +79,7 @@ def test_the_command_at_their_head_is_a_run(name):
     own = f"--config.model.target=examples.{name}:Model"
     assert (
         f"python -m jaxdist.verify --config {command.split()[1]} {own}"
-        in (ROOT / "docs/your-own-model.md").read_text()
+        in (ROOT / "docs/how-to/own-model.md").read_text()
     )
 
 
@@ -228,7 +228,7 @@ def test_verify_proves_all_layouts(name, capsys):
 
 # --- the page about them --------------------------------------------------------------
 
-PAGE = (ROOT / "docs/your-own-model.md").read_text()
+PAGE = (ROOT / "docs/how-to/own-model.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -255,7 +255,7 @@ def test_the_other_snippets_of_the_page_run(tmp_path, monkeypatch):
     made = []
     for block in others:
         names: dict = {}
-        exec(compile(block, "docs/your-own-model.md", "exec"), names)
+        exec(compile(block, "docs/how-to/own-model.md", "exec"), names)
         if "get_config" in names:
             run = run_config.from_config(names["get_config"]())
             made.append(validation.validate(run, jax.devices()[:1]).spec)

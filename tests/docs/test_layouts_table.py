@@ -1,4 +1,4 @@
-"""The table of docs/sharding.md is what its command prints."""
+"""The table of docs/how-to/fit-memory.md is what its command prints."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ CHECKED = 6  # fsdp 8 at ZeRO 3, the default of large runs: a few seconds
 
 
 def rows_of_page() -> list[str]:
-    page = (ROOT / "docs/sharding.md").read_text()
+    page = (ROOT / "docs/how-to/fit-memory.md").read_text()
     table = page.partition("## What layouts hold")[2].partition("On CPU XLA")[0]
     lines = [line for line in table.splitlines() if line.startswith("|")]
     return lines[2:]

@@ -22,11 +22,11 @@ from support.paths import ROOT
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "benchmarks").rglob("README.md"),
     ]
 )
-ARCHITECTURE = ROOT / "docs/architecture.md"
+ARCHITECTURE = ROOT / "docs/project/architecture.md"
 TEXT = {".py", ".md", ".toml", ".yaml", ".sh", ".ipynb", ".css", ".js", ".txt", ""}
 # Notes that people wrote beside the project: a reader of a clone does not have them.
 ELSEWHERE = re.compile(
@@ -108,7 +108,7 @@ def test_what_the_architecture_page_names_exists():
                 for name in re.split(r", ?", names)
                 if name and name not in names_in(file)
             ]
-    assert not faults, f"docs/architecture.md names what is not there: {faults}"
+    assert not faults, f"docs/project/architecture.md names what is not there: {faults}"
 
 
 def test_the_architecture_page_draws_all_folders():
@@ -141,10 +141,10 @@ def test_links_lead_somewhere(page):
 
 # page of docs -> the table whose names it explains
 EXPLAINED = {
-    "watching-runs.md": known.LOGGERS,
-    "configuration.md": SCHEDULES | SOURCES,
-    "your-own-model.md": MIXERS,
-    "experts.md": CHANNELS,
+    "how-to/watch-and-log.md": known.LOGGERS,
+    "how-to/configure.md": SCHEDULES | SOURCES,
+    "how-to/own-model.md": MIXERS,
+    "how-to/experts.md": CHANNELS,
 }
 
 
@@ -162,7 +162,7 @@ def test_the_page_of_config_keys_is_generated():
     assert "| `train.steps` | int >= 1 | `1000` | optimizer updates | yes |" in page
     assert "| `seed` |" in page
     assert page.count("| yes |") > 50
-    written = (ROOT / "docs/config-keys.md").read_text()
+    written = (ROOT / "docs/reference/config-keys.md").read_text()
     assert written.splitlines() == page.splitlines(), "run python docs/generate.py"
 
 

@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md, run as they stand on the page."""
+"""The recipes of docs/how-to/recipes.md, run as they stand on the page."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 
 from support.paths import ROOT
 
-PAGE = (ROOT / "docs" / "recipes.md").read_text()
+PAGE = (ROOT / "docs/how-to/recipes.md").read_text()
 SECTIONS = PAGE.split("\n## ")
 TITLES = [section.partition("\n")[0] for section in SECTIONS[1:]]
 

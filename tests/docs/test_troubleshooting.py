@@ -96,7 +96,7 @@ def test_no_event_is_missing_and_none_is_made_up():
         "logger_failed",
     } <= written
     assert written == set(rows("Events")), (
-        "write a row for the event in docs/troubleshooting.md"
+        "write a row for the event in docs/how-to/troubleshooting.md"
     )
 
 

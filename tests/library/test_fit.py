@@ -492,7 +492,7 @@ def launched_script(tmp_path):
     end, its seconds.
     """
     blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL
+        r"```python\n(.*?)```", (ROOT / "docs/how-to/library.md").read_text(), re.DOTALL
     )
     (joined,) = [block for block in blocks if "jaxdist.join()" in block]
     joined = joined.replace("dict(x=x, y=y)", "given")
@@ -538,7 +538,7 @@ def launched_script(tmp_path):
 def test_a_script_that_does_not_join_its_processes_is_refused_with_78(tmp_path):
     """Started as `launch` starts each of its processes."""
     blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL
+        r"```python\n(.*?)```", (ROOT / "docs/how-to/library.md").read_text(), re.DOTALL
     )
     (joined,) = [block for block in blocks if "jaxdist.join()" in block]
     without_join = joined.replace("jaxdist.join()", "pass")
@@ -759,7 +759,7 @@ def _shows(cell: str) -> bool:
 
 
 def test_the_snippets_of_the_docs_run(tmp_path):
-    text = (ROOT / "docs" / "library.md").read_text()
+    text = (ROOT / "docs/how-to/library.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) >= 6
     said = run_script(

@@ -429,10 +429,10 @@ class Module:
 def test_a_module_of_another_library_is_told_the_way(model, text):
     with pytest.raises(ConfigError, match=text) as caught:
         fit(model=model, **ONE)
-    page = (ROOT / "docs/your-own-model.md").read_text()
+    page = (ROOT / "docs/how-to/own-model.md").read_text()
     assert (
         "required" in text
-        or "docs/your-own-model.md, Modules of other libraries" in str(caught.value)
+        or "docs/how-to/own-model.md, Modules of other libraries" in str(caught.value)
     )
     assert "## Modules of other libraries" in page
     assert "nnx.bridge.ToNNX(" in page
@@ -440,7 +440,7 @@ def test_a_module_of_another_library_is_told_the_way(model, text):
 
 def test_a_wrapped_linen_module_trains_as_the_page_says():
     page = (
-        (ROOT / "docs/your-own-model.md")
+        (ROOT / "docs/how-to/own-model.md")
         .read_text()
         .partition("## Modules of other libraries")[2]
     )

@@ -67,7 +67,7 @@ def test_rounds_send_each_row_five_times(parts):
     form, kind, moved = sent(QWEN, parts)
     assert kind == "all-to-all"
     assert form == "rounds"
-    # docs/experts.md, a token
+    # docs/how-to/experts.md, a token
     assert moved == pytest.approx(5 * 8 * 1.25 * (parts - 1) / parts * 2048 * 2)
 
 
