@@ -156,8 +156,8 @@ def fit(
       optimizer: a transformation of optax, used unchanged; or a jaxdist config, whose
         schedule ends at the last step.
       batches: {entry: array of [N, ...]}, which jaxdist shuffles; or a function from
-        the step (from 0) to a global batch; or an iterable of global batches. A resumed
-        run skips the batches of an iterable that it has trained on.
+        the step (from 0) to a global batch. It may also be an iterable of global
+        batches. A resumed run skips those of its batches that it has trained on.
       steps: updates in total, including those before a resume.
       epochs: passes over `batches`, in place of `steps`, if they are arrays; the last
         may be a part.

@@ -23,8 +23,8 @@ class CheckpointConfig:
 
     every_steps: NonNegativeInt = 500  # steps between saves; 0 = no saves by step count
     every_minutes: NonNegativeFloat = 0.0  # minutes between saves; 0 = no saves by time
-    # rule for the time between saves: fixed = by every_steps and every_minutes; auto =
-    # the time that loses least, by the measured cost of saves and the rate of failures
+    # rule for the time between saves. fixed = by every_steps and every_minutes; auto =
+    # the time that loses least, from the cost of saves and the rate of failures
     interval: Literal["fixed", "auto"] = "fixed"
     # chip hours between two failures, for interval=auto; 0 = measured from the starts
     # of this run, and 50,000 until one start has failed

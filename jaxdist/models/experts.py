@@ -73,8 +73,8 @@ class ExpertsConfig(FeedForwardConfig):
     expert_groups: NonNegativeInt = 0  # equal groups of experts; 0 = none
     # number of groups whose experts a token may use, the best ones
     expert_top_groups: NonNegativeInt = 0
-    # how the load is balanced. bias: a bias of the choice, changed after each step
-    # (DeepSeek-V3); sequence: a loss of each sequence; batch: a loss of the batch, by
+    # balancing of the load. bias = a bias of the choice, changed after each step
+    # (DeepSeek-V3). sequence = a loss of each sequence. batch = a loss of the batch, by
     # the load of the previous step
     balance: Literal["none", "bias", "sequence", "batch"] = "bias"
     # change of a bias in a step

@@ -19,7 +19,7 @@ AttentionForm = Literal["auto", "heads", "gather", "ring"]
 class ContextConfig:
     """Options of attention if mesh.context splits the sequence."""
 
-    # what moves; heads: a device gets whole sequences of some heads; gather: it gets
-    # all keys and values for its queries; ring: it gets those of one device after
-    # another; auto: heads if context x tensor divides them, otherwise gather
+    # data that moves between devices. heads = whole sequences of some heads; gather =
+    # all keys and values; ring = the keys and values of one device after another.
+    # auto = heads if context x tensor divides them, otherwise gather
     attention: Annotated[AttentionForm, Searched()] = "auto"

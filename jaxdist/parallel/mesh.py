@@ -72,8 +72,8 @@ class MeshConfig:
     zero: SearchedInt = 3
     # whether tensor also splits the sequence of the residual stream
     sequence_parallel: Annotated[bool, Searched()] = False
-    # how often a step sums gradients over data (at zero 0 and 1 also over fsdp); each:
-    # for each part of the batch; auto: once if the model's loss is a sum over samples
+    # sums of gradients over data in a step; at zero 0 and 1 also over fsdp. each = one
+    # for each part of the batch; auto = once if the model's loss is a sum over samples
     reduce: Literal["auto", "each", "once"] = "auto"
 
 

@@ -78,8 +78,8 @@ class TrainConfig:
     # steps between rows of metrics.jsonl
     log_every: Annotated[PositiveInt, Resume("harmless"), OutsideStep()] = 10
     # steps between evaluations, with one more at the end; 0 = no evaluation; auto = ten
-    # a run, if data is held out, each on at most as many targets as steps / 200 train on
-    # and at least a batch (data.validation_tokens sets another number)
+    # a run if data is held out. An automatic evaluation reads as many targets as
+    # steps / 200 train on, at least a batch; data.validation_tokens sets the number.
     eval_every: Annotated[NonNegativeInt | Auto, Resume("harmless"), OutsideStep()] = (
         AUTO
     )
@@ -150,7 +150,7 @@ class InitConfig:
     # whether the data begin where from_run stands, and not at 0; needs the same data,
     # seed and batch.global_size
     data_position: bool = False
-    # whether a run that names no weights is refused
+    # whether a run that names no weights fails
     required: Annotated[bool, Resume("harmless")] = False
 
     def faults(self) -> Iterator[str]:

@@ -22,8 +22,8 @@ class HealthConfig:
     compare_every: Annotated[
         NonNegativeInt, Needs("jaxdist.operations.watch.replica_check.ReplicaCheck")
     ] = 1000
-    # number of steps between probes that time each chip, host link and host memory;
-    # fewer if probes would take more than 0.1 % of the time; 0 = never
+    # steps between probes that time each chip, host link and host memory; 0 = never.
+    # Probes are rarer if they would take more than 0.1 % of the time.
     probe_every: Annotated[
         NonNegativeInt, Needs("jaxdist.operations.watch.probe.Probe")
     ] = 1000

@@ -88,7 +88,7 @@ def experts(
 
     The output of an expert is down(activation(gate(x)) * up(x)). The memory does not
     depend on the load. The op runs on one device, in a train step, and in a region of a
-    step. The backward pass computes the gate and up products again: on CPUs if `remat`
+    step. The backward pass computes the gate and up matmuls again: on CPUs if `remat`
     does not keep them, elsewhere always. It never computes the outputs again.
 
     Args:

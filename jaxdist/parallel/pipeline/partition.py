@@ -38,8 +38,8 @@ class PipelineConfig:
     edges: Literal["sharded", "last"] = "sharded"
     # gather a stage's fsdp shards once a step, not in each tick; needs more memory
     gather_once: bool = False
-    # layers: keep the inputs of all layers of a stage; none, full, dots, save:... or
-    # offload:...: keep its input, and recompute its layers under that policy
+    # values that a stage keeps. layers = the inputs of all its layers. none, full, dots,
+    # save:NAMES and offload:NAMES = its input alone; layers are recomputed by that policy
     remat: str = "layers"
 
     def microbatches_for(self, stages: int) -> int:
