@@ -52,7 +52,7 @@ def train(settings: dict) -> None:
     )
     if code not in (0, PREEMPTED):
         raise RuntimeError(
-            f"jaxdist launch ended with {code}: see docs/how-to/troubleshooting.md"
+            f"jaxdist launch ended with {code}: see docs/reference/exit-codes-and-events.md"
         )
 
 

@@ -72,7 +72,7 @@ class AttentionCost(Cost):
 
         Packed documents do not shorten the span, although a token sees its own document
         only: their lengths differ from batch to batch. MFU is then too high by a share
-        of at most these FLOPs (docs/how-to/watch-and-log.md).
+        of at most these FLOPs (docs/how-to/slow-runs.md).
         """
         span = float(self.length)
         if convention == "causal":

@@ -45,7 +45,7 @@ FAULTS = 6  # lives of a case that a fault ends
 STEPS = 48
 FIRST_STEPS = 9  # before the first fault in a step: a checkpoint is sealed by then
 LIFE_S = 300  # that a life may take; none does
-BAND = 1e-5  # of runs on another mesh, as in docs/how-to/launch.md
+BAND = 1e-5  # of runs on another mesh, as in docs/evidence/launch.md
 
 SETTINGS = SMALL_MODEL | {
     "train.steps": STEPS,
@@ -145,7 +145,7 @@ class End(NamedTuple):
     signal: signal.Signals
     phase: str
     delay_s: float  # the longest after the phase has begun
-    codes: tuple[int, ...]  # that may follow (docs/how-to/troubleshooting.md)
+    codes: tuple[int, ...]  # that may follow (docs/reference/exit-codes-and-events.md)
     signals: int = 1
     full: str = ""  # see `Order`
 

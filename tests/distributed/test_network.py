@@ -375,7 +375,7 @@ def test_the_doctor_prints_faults(tmp_path):
 
 
 def test_each_check_is_in_the_docs():
-    page = (DOCS / "troubleshooting.md").read_text()
+    page = (DOCS / "how-to/preflight.md").read_text()
     rows = re.findall(
         r"^\| `([\w-]+)` \|",
         page.partition("## Network\n")[2].partition("\n## ")[0],

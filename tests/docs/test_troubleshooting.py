@@ -1,6 +1,4 @@
-"""The troubleshooting page: no event and no exit code is missing, and what it names
-exists.
-"""
+"""The page of exit codes and events: none is missing, and what it names exists."""
 
 import ast
 import functools
@@ -14,7 +12,10 @@ from jaxdist.planner import document
 from jaxdist.trainer import run_config
 from support.paths import DOCS, ROOT
 
-PAGE = DOCS / "troubleshooting.md"
+PAGE = DOCS / "reference/exit-codes-and-events.md"
+SYMPTOMS = DOCS / "how-to/troubleshooting.md"
+# The lines below the heading of an exit code.
+LINES = ("Meaning", "`launch`", "You")
 # Functions that write an event take its name first; where they hand one on, the name is
 # no literal.
 EMITTERS = {"event", "_event", "report", "_report"}
@@ -72,10 +73,14 @@ def exit_codes_in_code() -> set[int]:
     } | {code for code in literals if type(code) is int}
 
 
+def section(heading: str) -> str:
+    """Returns the text below a heading of the page, with all smaller headings."""
+    return PAGE.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
 def rows(heading: str) -> dict[str, list[str]]:
-    """Returns {name: the other cells} of the table below a heading of the page."""
-    section = PAGE.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    """Returns {name: the other cells} of the tables below a heading of the page."""
+    lines = [line for line in section(heading).splitlines() if line.startswith("| `")]
     table = {}
     for line in lines:
         first, *cells = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1])
@@ -83,6 +88,29 @@ def rows(heading: str) -> dict[str, list[str]]:
             assert name not in table, f"{name} has two rows"
             table[name] = cells
     return table
+
+
+def codes() -> dict[str, dict[str, str]]:
+    """Returns {exit code: {label of a line: its text}}."""
+    found = {}
+    for part in re.split(r"^### ", section("Exit codes"), flags=re.MULTILINE)[1:]:
+        heading, _, text = part.partition("\n")
+        lines = re.findall(r"^- \*\*(.+?):\*\* (.*?)(?=\n- |\Z)", text, re.M | re.S)
+        for code in re.findall(r"`(\d+)`", heading):
+            assert code not in found, f"{code} has two headings"
+            found[code] = {label: text.strip() for label, text in lines}
+    return found
+
+
+def faults(text: str) -> list[str]:
+    """Returns the keys of the config and the commands in a text that do not exist."""
+    keys = run_config.full_schema(run_config.registry.DEFAULT_TARGET)
+    groups = "|".join({key.partition(".")[0] for key in keys})
+    named = re.findall(rf"`((?:{groups})\.\w+)", text)
+    commands = re.findall(r"`jaxdist (\w+)", text)
+    return [key for key in named if key not in keys] + [
+        command for command in commands if command not in COMMANDS
+    ]
 
 
 def test_no_event_is_missing_and_none_is_made_up():
@@ -96,7 +124,7 @@ def test_no_event_is_missing_and_none_is_made_up():
         "logger_failed",
     } <= written
     assert written == set(rows("Events")), (
-        "write a row for the event in docs/how-to/troubleshooting.md"
+        "write a row for the event in docs/reference/exit-codes-and-events.md"
     )
 
 
@@ -110,24 +138,34 @@ def test_events_have_names_that_can_be_read_from_the_source():
 
 
 def test_no_exit_code_is_missing():
-    codes, known = {int(code) for code in rows("Exit codes")}, exit_codes_in_code()
-    assert {0, 1, 3, 4, 70, 75, 76, 77, 78, 141} <= known <= codes
-    assert all(code > 128 for code in codes - known), (
+    told, known = {int(code) for code in codes()}, exit_codes_in_code()
+    assert {0, 1, 3, 4, 70, 75, 76, 77, 78, 141} <= known <= told
+    assert all(code > 128 for code in told - known), (
         "only ends by signals are not our own codes"
     )
 
 
-@pytest.mark.parametrize("heading", ["Exit codes", "Events"])
+def test_each_exit_code_says_all_and_names_what_exists():
+    for code, lines in codes().items():
+        assert tuple(lines) == LINES, (
+            f"{code}: its meaning, what launch does, what to do"
+        )
+        assert all(lines.values()), f"{code}: each line is required"
+        assert not faults(" ".join(lines.values())), code
+
+
+@pytest.mark.parametrize("heading", ["Why a run stopped", "Events"])
 def test_each_row_says_all_and_names_what_exists(heading):
-    keys = run_config.full_schema(run_config.registry.DEFAULT_TARGET)
-    groups = {key.partition(".")[0] for key in keys}
     for name, cells in rows(heading).items():
-        assert len(cells) == 4, f"{name}: symptom, causes, key and command"
+        assert len(cells) == 2, f"{name}: its meaning, and what to do"
         assert all(cells), f"{name}: each cell is required"
-        named = re.findall(rf"`((?:{'|'.join(groups)})\.\w+)", " ".join(cells))
-        assert not [key for key in named if key not in keys], name
-        commands = re.findall(r"`jaxdist (\w+)", " ".join(cells))
-        assert not [command for command in commands if command not in COMMANDS], name
+        assert not faults(" ".join(cells)), name
+
+
+def test_the_page_of_symptoms_names_what_exists():
+    text = SYMPTOMS.read_text()
+    assert len(re.findall(r"`jaxdist \w+", text)) > 3
+    assert not faults(text)
 
 
 def test_every_reason_of_a_stop_is_told():
@@ -147,9 +185,6 @@ def test_every_reason_of_a_stop_is_told():
     assert {"finished", "nonfinite", "drift", "data", "save_failed"} <= reasons
     missing = [reason for reason in reasons if reason not in told]
     assert not missing, "why a run stopped: a row for each of these is missing"
-    section = (
-        PAGE.read_text().partition("## Why a run stopped")[2].partition("\n## ")[0]
-    )
     stopping = [
         file
         for file in files
@@ -160,6 +195,6 @@ def test_every_reason_of_a_stop_is_told():
     for file in stopping:
         keys = re.findall(r"\n    keys = \(([^)]*)\)", file.read_text())
         named = re.findall(r'"([\w.]+)"', " ".join(keys))
-        assert any(f"`{key}" in section for key in named), (
+        assert any(f"`{key}" in section("Why a run stopped") for key in named), (
             f"{file.stem} stops a run: name its key under 'Why a run stopped'"
         )

@@ -289,7 +289,7 @@ def straight_run_of_four(workdir: Path, **settings) -> Path:
 @pytest.mark.slow
 def test_4_to_3_to_1_to_4_processes(tmp_path):
     """60 steps: in float32 any two sizes drift apart later, and in float64 they do not
-    (docs/how-to/launch.md).
+    (docs/evidence/launch.md).
     """
     sixty = FOUR | {"train__steps": 60}
     straight = straight_run_of_four(tmp_path / "straight", **sixty)
