@@ -1,7 +1,7 @@
 """Code blocks of the pages, and how they are run.
 
 A page's blocks run in order in one folder. `python` blocks share one namespace. `bash`
-and `console` blocks run with `--config NAME` as `NAME:tiny`. A `console` block shows
+and `console` blocks run with `--config NAME` as `NAME:tiny`, if NAME has that form. A `console` block shows
 commands after `$`, and their output: `...` stands for any text, a number for any
 number, and a line `...` for any lines. `<!-- setup: python` or `bash` begins a block
 that readers do not see. `sh` blocks need hardware, network or hours: they do not run.
@@ -17,7 +17,9 @@ from pathlib import Path
 
 from support.paths import ROOT
 
-CONFIGS = {file.stem for file in (ROOT / "configs").glob("*.py")}
+FILES = sorted((ROOT / "configs").glob("*.py"))
+CONFIGS = {file.stem for file in FILES}
+WITH_TINY = {file.stem for file in FILES if "sized(" in file.read_text()}
 LANGUAGES = {"python", "bash", "console", "sh", "text", "json", "yaml", "toml"}
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 
@@ -62,7 +64,7 @@ def at_tiny(command: str) -> str:
     """Replaces packaged configs by their smallest form."""
 
     def tiny(found: re.Match[str]) -> str:
-        return f"--config {found[1]}:tiny" if found[1] in CONFIGS else found[0]
+        return f"--config {found[1]}:tiny" if found[1] in WITH_TINY else found[0]
 
     return re.sub(r"--config (\w+)(?![\w:/.])", tiny, command)
 
