@@ -119,7 +119,7 @@ FLAGS: Mapping[Platform, tuple[Flag, ...]] = {
                 _OFFLOAD + name,
                 "true",
                 why,
-                _LIBRARY + "..., docs/how-to/plan.md, Overlap on TPUs",
+                _LIBRARY + "..., docs/explanation/tpu-overlap.md",
             )
             for name, why in _OFFLOADED.items()
         ),

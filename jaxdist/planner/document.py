@@ -92,7 +92,7 @@ class Plan:
         return {True: FITS, False: DOES_NOT_FIT, None: CANNOT_TELL}[self.fits]
 
     def to_json(self) -> dict[str, Any]:
-        """Converts the plan to JSON; docs/how-to/plan.md lists the keys that tools may use."""
+        """Converts the plan to JSON; docs/reference/plan-json.md has the stable keys."""
         compiled = self.compiled
         chip = self.target.chip
         measured = self.calibration

@@ -13,7 +13,7 @@ does.
 import re
 from dataclasses import dataclass
 
-_OURS = "our program by libtpu 0.0.42.1 at published workloads, docs/how-to/plan.md"
+_OURS = "our program by libtpu 0.0.42.1 at published workloads, docs/evidence/plan.md"
 _PEERS = "the largest peer's programs by libtpu 0.0.50.1, compute and attention alone, beside published steps"
 
 

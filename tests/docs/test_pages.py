@@ -30,6 +30,11 @@ PAGES = sorted(
     ]
 )
 ARCHITECTURE = ROOT / "docs/project/architecture.md"
+FOR_CONTRIBUTORS = [
+    ARCHITECTURE,
+    ROOT / "docs/project/callbacks-and-objectives.md",
+    ROOT / "docs/project/recipes-for-changes.md",
+]
 TEXT = {".py", ".md", ".toml", ".yaml", ".sh", ".ipynb", ".css", ".js", ".txt", ""}
 # Notes that people wrote beside the project: a reader of a clone does not have them.
 ELSEWHERE = re.compile(
@@ -93,11 +98,15 @@ def located(path: str) -> Path | None:
     return next((p for p in (ROOT / path, ROOT / "jaxdist" / path) if p.exists()), None)
 
 
-def test_what_the_architecture_page_names_exists():
-    quoted = re.findall(
-        r"`([\w./]+\.(?:py|txt|md|toml)|[\w./]+/)(?::([\w., ]+))?`",
-        ARCHITECTURE.read_text(),
-    )
+def test_what_the_pages_for_contributors_name_exists():
+    quoted = []
+    for page in FOR_CONTRIBUTORS:
+        found = re.findall(
+            r"`([\w./]+\.(?:py|txt|md|toml)|[\w./]+/)(?::([\w., ]+))?`",
+            page.read_text(),
+        )
+        assert len(found) > 10, page
+        quoted += found
     assert len(quoted) > 60
     assert sum(bool(names) for _, names in quoted) > 30
     faults = []
@@ -111,7 +120,7 @@ def test_what_the_architecture_page_names_exists():
                 for name in re.split(r", ?", names)
                 if name and name not in names_in(file)
             ]
-    assert not faults, f"docs/project/architecture.md names what is not there: {faults}"
+    assert not faults, f"pages in docs/project name what is not there: {faults}"
 
 
 def test_the_architecture_page_draws_all_folders():

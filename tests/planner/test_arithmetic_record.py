@@ -19,7 +19,7 @@ sys.path.pop(0)
 
 RECORD = json.loads(script.RESULTS.read_text())
 ROWS = RECORD["rows"]
-# Runs whose arithmetic is too low by more than the band, as docs/how-to/plan.md says.
+# Runs whose arithmetic is too low by more than the band, as docs/evidence/plan.md says.
 OUTSIDE = ("7b-zero2-16", "7b-v5p-zero2-accumulation")
 
 
@@ -67,7 +67,7 @@ def test_the_recorded_arithmetic_is_todays(run):
 
 
 def test_the_docs_have_the_counts_of_the_record():
-    text = (ROOT / "docs/how-to/plan.md").read_text()
+    text = (ROOT / "docs/evidence/plan.md").read_text()
     (words,) = re.findall(r"Of (\d+) runs, (\d+) are within 10 %", text)
     within = [
         name for name, row in ROWS.items() if abs(script.error_of(row)) <= script.BAND

@@ -293,7 +293,7 @@ def test_who_writes_and_reads_a_checkpoint(on, mesh, device, write, read):
     found = plan_by_arithmetic(run, targets.parse(on)).to_json()["restarts"]
     # 12 bytes of each weight
     assert found["checkpoint_bytes"] == pytest.approx(96.4e9, rel=1e-3)
-    # in docs/how-to/plan.md
+    # in docs/reference/plan-json.md
     promised = (
         "blocking_s mtbf_s interval_s every_steps lost_share configured_lost_share"
     )
