@@ -432,7 +432,8 @@ def test_a_module_of_another_library_is_told_the_way(model, text):
     page = (ROOT / "docs/how-to/own-model-details.md").read_text()
     assert (
         "required" in text
-        or "docs/how-to/own-model-details.md, Modules of other libraries" in str(caught.value)
+        or "docs/how-to/own-model-details.md, Modules of other libraries"
+        in str(caught.value)
     )
     assert "## Modules of other libraries" in page
     assert "nnx.bridge.ToNNX(" in page
