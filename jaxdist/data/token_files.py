@@ -244,7 +244,7 @@ def _check_ids(files: Sequence[TokenFile]) -> int | None:
 def _sampled_digest(file: TokenFile) -> str:
     """Hashes a file's length, its first and last MiB, and blocks between them.
 
-    A change elsewhere goes unnoticed (docs/how-to/configure.md).
+    A change elsewhere goes unnoticed (docs/how-to/data-formats.md).
     """
     raw = file.tokens.view(np.uint8)
     parts = [raw[:_EDGE_BYTES], raw[-_EDGE_BYTES:]]

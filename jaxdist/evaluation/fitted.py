@@ -32,8 +32,8 @@ class Fitted:
 
     folder: Path
     step: int  # number of finished updates
-    # "finished", or why the run ended before its last step: docs/how-to/library.md lists the
-    # values
+    # "finished", or why the run ended before its last step:
+    # docs/how-to/library-runs.md lists the values
     stopped: str
     # its state has flat layers, the weights (their average, if one is kept) and no
     # optimizer state

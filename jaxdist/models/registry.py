@@ -58,7 +58,7 @@ def foreign_fault(model: object) -> str:
             if f"{base.__module__}.".startswith(f"{library}."):
                 return (
                     f"{kind.__name__} is {description}, and jaxdist takes flax NNX; {fix}: see "
-                    f"docs/how-to/own-model.md, Modules of other libraries"
+                    f"docs/how-to/own-model-details.md, Modules of other libraries"
                 )
     return ""
 

@@ -159,10 +159,10 @@ def test_a_chat_goes_out_as_transformers_wants_it(tmp_path, monkeypatch):
 
 def test_the_page_can_be_followed(tmp_path, monkeypatch):
     """The page's commands are run by the tests above, or resolve."""
-    page = (DOCS / "chat.md").read_text()
-    first, second = re.findall(r"```bash\n(.*?)```", page, re.S)
-    assert [line[len("python -m ") :] for line in first.splitlines()] == [
-        line.strip()[len("python -m ") :]
+    page = (DOCS / "how-to/chats.md").read_text()
+    first, second = re.findall(r"```sh\n(.*?)```", page, re.S)
+    assert [line.removeprefix("jaxdist ") for line in first.splitlines()] == [
+        line.strip().removeprefix("python -m jaxdist.")
         for line in (CONFIGS / "sft_lora.py").read_text().splitlines()
         if line.strip().startswith("python -m")
     ]
@@ -172,7 +172,7 @@ def test_the_page_can_be_followed(tmp_path, monkeypatch):
     command = shlex.split(
         second.replace("\\\n", " ").replace("models/smollm", str(SMOLLM))
     )
-    run = parsed(command[3:])
+    run = parsed(command[2:])
     assert run.data.format == "chat"
     assert not list(run.data.faults())
     assert run.lora.rank == 16

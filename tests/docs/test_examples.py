@@ -77,10 +77,7 @@ def test_the_command_at_their_head_is_a_run(name):
     assert run.model["target"] == f"examples.{name}:Model"
     validation.validate(run, jax.devices())
     own = f"--config.model.target=examples.{name}:Model"
-    assert (
-        f"python -m jaxdist.verify --config {command.split()[1]} {own}"
-        in (ROOT / "docs/how-to/own-model.md").read_text()
-    )
+    assert f"jaxdist verify --config {command.split()[1]} {own}" in PAGE
 
 
 # --- how they are found ---------------------------------------------------------------
@@ -226,13 +223,19 @@ def test_verify_proves_all_layouts(name, capsys):
     assert ("pipeline 4 x data 2, 2 chunks" in proved) == (name == "staged_module")
 
 
-# --- the page about them --------------------------------------------------------------
+# --- the pages about them -------------------------------------------------------------
 
 PAGE = (ROOT / "docs/how-to/own-model.md").read_text()
+PAGES = ("own-model", "own-model-details", "optimizers", "data-formats")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+def blocks(language: str, page: str = PAGE) -> list[str]:
+    """Lists the blocks of a language in order, with those of hidden set-ups."""
+    found = re.findall(
+        rf"(?:```|<!-- setup: ){language}\n(.*?)(?:```|-->)", page, re.DOTALL
+    )
+    assert found
+    return found
 
 
 def test_the_page_quotes_the_files():
@@ -241,24 +244,22 @@ def test_the_page_quotes_the_files():
     for block in quoted:
         head, body = block.split("\n", 1)
         text = (ROOT / head.removeprefix("# ").strip()).read_text()
-        for part in body.split("\n    ...\n"):
+        for part in re.split(r"\n +\.\.\.\n", body):
             assert part.strip("\n") in text, part
         assert "def loss(self, batch, key):" in body
 
 
-def test_the_other_snippets_of_the_page_run(tmp_path, monkeypatch):
-    others = [
-        block for block in blocks("python") if not block.startswith("# examples/")
-    ]
-    assert others
+def test_the_snippets_of_the_pages_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = []
-    for block in others:
+    for page in PAGES:
+        path = ROOT / f"docs/how-to/{page}.md"
         names: dict = {}
-        exec(compile(block, "docs/how-to/own-model.md", "exec"), names)
-        if "get_config" in names:
-            run = run_config.from_config(names["get_config"]())
-            made.append(validation.validate(run, jax.devices()[:1]).spec)
+        for block in blocks("python", path.read_text()):
+            exec(compile(block, str(path), "exec"), names)
+            if "get_config" in names:
+                run = run_config.from_config(names.pop("get_config")())
+                made.append(validation.validate(run, jax.devices()[:1]).spec)
     ruled, frozen = made
     assert ruled.named_parameters()["hidden/kernel"][1] == ("d_model", "d_ff")
     assert set(frozen.named_frozen()) == {"first/kernel", "first/bias"}
@@ -267,15 +268,15 @@ def test_the_other_snippets_of_the_page_run(tmp_path, monkeypatch):
 def test_the_commands_of_the_page_are_commands():
     commands = [
         line
-        for block in blocks("bash")
+        for block in blocks("sh")
         for line in block.splitlines()
-        if line.startswith("python -m jaxdist")
+        if line.startswith("jaxdist")
     ]
     assert len(commands) >= 5
     for line in commands:
         words = line.split()
-        assert words[2] in ("jaxdist.train", "jaxdist.verify")
-        flags = [word for word in words[3:] if word.startswith("--config")]
+        assert words[1] in ("train", "verify")
+        flags = [word for word in words[2:] if word.startswith("--config")]
         given = words[words.index("--config") + 1]
         arguments = ["--config", given, *(flag for flag in flags if flag != "--config")]
         run = cli.parse(cli.ConfigParser("test", None), arguments)[1]

@@ -154,8 +154,9 @@ def test_links_lead_somewhere(page):
 # page of docs -> the table whose names it explains
 EXPLAINED = {
     "how-to/watch-and-log.md": known.LOGGERS,
-    "how-to/configure.md": SCHEDULES | SOURCES,
-    "how-to/own-model.md": MIXERS,
+    "how-to/data-formats.md": SOURCES,
+    "how-to/optimizers.md": SCHEDULES,
+    "how-to/transformer.md": MIXERS,
     "how-to/experts.md": CHANNELS,
 }
 

@@ -477,6 +477,15 @@ def test_a_run_that_ends_with_skipped_updates_has_failed(tmp_path):
     assert stop["step"] == 8
 
 
+def blocks_of(page: str) -> list[str]:
+    """Lists the Python of a page in docs/how-to, with its hidden set-up."""
+    return re.findall(
+        r"(?:```|<!-- setup: )python\n(.*?)(?:```|-->)",
+        (ROOT / f"docs/how-to/{page}.md").read_text(),
+        re.DOTALL,
+    )
+
+
 AT_STEP = """
 import os, signal
 def given(step):
@@ -491,9 +500,7 @@ def launched_script(tmp_path):
     """Returns what runs the docs' script in two processes, with a fault in one: its
     end, its seconds.
     """
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/how-to/library.md").read_text(), re.DOTALL
-    )
+    blocks = blocks_of("library-runs")
     (joined,) = [block for block in blocks if "jaxdist.join()" in block]
     joined = joined.replace("dict(x=x, y=y)", "given")
     assert "given, steps=200" in joined
@@ -537,9 +544,7 @@ def launched_script(tmp_path):
 
 def test_a_script_that_does_not_join_its_processes_is_refused_with_78(tmp_path):
     """Started as `launch` starts each of its processes."""
-    blocks = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs/how-to/library.md").read_text(), re.DOTALL
-    )
+    blocks = blocks_of("library-runs")
     (joined,) = [block for block in blocks if "jaxdist.join()" in block]
     without_join = joined.replace("jaxdist.join()", "pass")
     (tmp_path / "script.py").write_text(f"{blocks[0]}\n{without_join}")
@@ -758,16 +763,16 @@ def _shows(cell: str) -> bool:
     return bool(re.match(r"(?!print)[a-z]", last)) and "=" not in last.split("(")[0]
 
 
-def test_the_snippets_of_the_docs_run(tmp_path):
+@pytest.mark.parametrize("page", ["library", "library-runs", "evaluate"])
+def test_the_snippets_of_the_docs_run(page, tmp_path):
+    ending = {"library": 'print("accuracy", accuracy)', "evaluate": "print(judge)"}
+    said = run_script("\n".join([*blocks_of(page), ending.get(page, "")]), tmp_path)
+    if page != "library":
+        return
     text = (ROOT / "docs/how-to/library.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) >= 6
-    said = run_script(
-        "\n".join([*blocks, 'print("accuracy", accuracy)', "print(judge)"]), tmp_path
-    )
+    assert len(blocks_of(page)) >= 5
     assert float(re.search(r"accuracy (\S+)", said)[1]) > 0.9
-    error = re.search(r"print\(error\)  # (.*?)(  # fmt: skip)?\n", text)[1]
-    assert error in said
+    assert re.search(r"```text\n(batches: .*?)\n```", text)[1] in said
     assert "Fitted(step 40, loss" in said
     arguments = set(re.findall(r"^\| `(\w+)`|, `(\w+)` \|", text, re.M))
     assert {"model", "optimizer", "batches", "steps"} <= {

@@ -429,10 +429,11 @@ class Module:
 def test_a_module_of_another_library_is_told_the_way(model, text):
     with pytest.raises(ConfigError, match=text) as caught:
         fit(model=model, **ONE)
-    page = (ROOT / "docs/how-to/own-model.md").read_text()
+    page = (ROOT / "docs/how-to/own-model-details.md").read_text()
     assert (
         "required" in text
-        or "docs/how-to/own-model.md, Modules of other libraries" in str(caught.value)
+        or "docs/how-to/own-model-details.md, Modules of other libraries"
+        in str(caught.value)
     )
     assert "## Modules of other libraries" in page
     assert "nnx.bridge.ToNNX(" in page
@@ -440,12 +441,14 @@ def test_a_module_of_another_library_is_told_the_way(model, text):
 
 def test_a_wrapped_linen_module_trains_as_the_page_says():
     page = (
-        (ROOT / "docs/how-to/own-model.md")
+        (ROOT / "docs/how-to/own-model-details.md")
         .read_text()
         .partition("## Modules of other libraries")[2]
     )
     names: dict = {}
-    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], names)
+    pattern = r"(?:```|<!-- setup: )python\n(.*?)(?:```|-->)"
+    for block in re.findall(pattern, page, re.DOTALL):
+        exec(block, names)
     found = fit(
         model=names["FromLinen"],
         steps=20,

@@ -595,7 +595,7 @@ def test_a_quantised_base_is_read_and_converted_layer_by_layer():
         assert found.sharding == expected.sharding
 
 
-DOCS = paths.DOCS / "lora.md"
+DOCS = paths.DOCS / "how-to/lora.md"
 COUNTS = "trainable 2,784 of 12,816 parameters (22 %), adapters 11,136 bytes, base 21,408 bytes (nf4)"
 
 
@@ -603,31 +603,35 @@ def test_the_page_can_be_followed(text):
     """Its commands resolve (the next test runs what they stand for), and its library
     part runs.
     """
-    blocks = re.findall(r"```(\w+)\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    page = DOCS.read_text()
+    pattern = r"(?:```|<!-- setup: )(\w+)\n(.*?)(?:```|-->)"
+    blocks = re.findall(pattern, page, re.DOTALL)
     commands = [
-        shlex.split(line, comments=True)
+        shlex.split(line)
         for kind, block in blocks
-        if kind == "bash"
+        if kind == "sh"
         for line in block.replace("\\\n", " ").splitlines()
     ]
-    assert [command[2] for command in commands] == [
-        "jaxdist.train",
-        "jaxdist.convert",
-        "jaxdist.convert",
+    assert [command[:2] for command in commands] == [
+        ["jaxdist", "train"],
+        ["jaxdist", "plan"],
+        ["jaxdist", "convert"],
+        ["jaxdist", "convert"],
     ]
-    arguments = [part.replace("models/llama", str(SMOLLM)) for part in commands[0][3:]]
+    arguments = [part.replace("models/llama", str(SMOLLM)) for part in commands[0][2:]]
     corpus = ["--config.data.source=text", f"--config.data.path={text}"]
     run = parsed([*arguments, *corpus])
     assert run.lora == LoraConfig(rank=16, alpha=32, base="nf4")
     assert validation.validate(run, jax.devices()[:1])
     assert [
-        convert._parser().parse_args(command[3:]).adapters for command in commands[1:]
+        convert._parser().parse_args(command[2:]).adapters for command in commands[2:]
     ] == [False, True]
-    (library,) = (block for kind, block in blocks if kind == "python")
-    scope = {"describe": describe, "build": build}
-    exec(library, scope)
+    scope: dict = {}
+    for kind, block in blocks:
+        if kind == "python":
+            exec(block, scope)
     assert len(shapes_of(scope["spec"].trainable)) == 4
-    assert COUNTS in DOCS.read_text()
+    assert COUNTS in page
 
 
 def trained(text, base, folder, **changes) -> list[float]:
