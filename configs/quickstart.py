@@ -1,4 +1,4 @@
-"""A 1 M parameter decoder learns Python from the standard library's sources, byte by byte.
+"""A decoder of 0.85 M parameters learns Python from the standard library's sources, byte by byte.
 
     python -m jaxdist.train --config quickstart
     python -m jaxdist.plan --config quickstart --on cpu:1    # 0.08 GiB

@@ -56,7 +56,7 @@ BANNED = {
     "to be told": "the argument that is needed",
     "holds against": "compares with",
 }
-_BANNED = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
+BANNED_WORDS = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
 _MONTH = "January|February|March|April|May|June|July|August|September|October|November|December"
 _DATE = re.compile(
     rf"\b\d{{1,2}} ({_MONTH})\b|\b({_MONTH}) 20\d\d\b|\b20\d\d-\d\d-\d\d\b"
@@ -152,7 +152,7 @@ def faults_of_text(text: str, line: int = 0) -> Iterator[Fault]:
             yield Fault(line, f"{count} words in a sentence", sentence)
         if FIRST_WORDS.match(sentence):
             yield Fault(line, f"begins with {sentence.split()[0]}", sentence)
-    for found in _BANNED.finditer(shown):
+    for found in BANNED_WORDS.finditer(shown):
         word = found[1].lower()
         yield Fault(line, f'says "{word}" (say: {BANNED[word]})', shown)
 
@@ -174,7 +174,7 @@ def faults_of_row(row: Block, allow_wide: bool) -> Iterator[Fault]:
         shown = plain(cell.strip())
         if words(shown) > WORDS_OF_CELL:
             yield Fault(row.line, f"{words(shown)} words in a cell", shown)
-        for found in _BANNED.finditer(shown):
+        for found in BANNED_WORDS.finditer(shown):
             word = found[1].lower()
             yield Fault(row.line, f'says "{word}" (say: {BANNED[word]})', shown)
 

@@ -193,7 +193,7 @@ def _text(path: str, value: Any) -> str:
     """Formats a value in the unit that its path names."""
     if isinstance(value, Mapping):
         if "cure" in value:
-            return f"{value['check']}: {value['fault']}; cure: {value['cure']}"
+            return f"{value['check']}: {value['fault']}; fix: {value['cure']}"
         pairs = [
             f"{key} {_text(f'{path}.{key}', x)}"
             for key, x in value.items()

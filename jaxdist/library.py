@@ -270,7 +270,7 @@ def _verify(
         raise ConfigError(
             "verify: there is one device, and layouts need two. Verify the model on "
             "emulated devices: JAX_PLATFORMS=cpu, and "
-            "jax.config.update('jax_num_cpu_devices', 8) before anything else of jax."
+            "jax.config.update('jax_num_cpu_devices', 8) before any other use of jax."
         )
     validation.validate(config, devices, with_data=False, build=inputs.build)
     report = verify_layouts(config, devices, only=only, log=print_safe, given=inputs)

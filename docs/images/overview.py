@@ -54,7 +54,9 @@ def devices() -> list[str]:
     lines = [text(330, 30, "Its parameters on eight devices", 'font-weight="600"')]
     for replica in range(2):
         top = 62 + 104 * replica
-        lines.append(text(330, top - 6, f"data {replica}", f'font-size="12" fill="{SOFT}"'))
+        lines.append(
+            text(330, top - 6, f"data {replica}", f'font-size="12" fill="{SOFT}"')
+        )
         for row in range(2):
             for column in range(2):
                 x, y = 330 + 112 * column, top + 42 * row
@@ -68,7 +70,9 @@ def devices() -> list[str]:
                     text(x + 53, y + 23, name, 'text-anchor="middle" font-size="12"')
                 )
     lines.append(
-        text(330, 268, "equal colors hold equal numbers", f'font-size="12" fill="{SOFT}"')
+        text(
+            330, 268, "equal colors hold equal numbers", f'font-size="12" fill="{SOFT}"'
+        )
     )
     return lines
 
@@ -102,8 +106,15 @@ def curves() -> list[str]:
         text(756, 98, "eight devices", 'font-size="12"'),
         text(634, top + 4, "6", f'text-anchor="end" font-size="12" fill="{SOFT}"'),
         text(634, bottom, "0", f'text-anchor="end" font-size="12" fill="{SOFT}"'),
-        text(right, 252, f"step {last}", f'text-anchor="end" font-size="12" fill="{SOFT}"'),
-        text(620, 268, f"largest difference {gap:.0e}", f'font-size="12" fill="{SOFT}"'),
+        text(
+            right,
+            252,
+            f"step {last}",
+            f'text-anchor="end" font-size="12" fill="{SOFT}"',
+        ),
+        text(
+            620, 268, f"largest difference {gap:.0e}", f'font-size="12" fill="{SOFT}"'
+        ),
     ]
 
 

@@ -345,7 +345,7 @@ def _readable(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(
             f"{folder} cannot be read ({error.strerror or error}), and checkpoints of this run may be "
-            f"there. Make it a folder that can be read, or begin anew with another --workdir"
+            f"there. Make it a folder that can be read, or start a new run with another --workdir"
         ) from error
 
 

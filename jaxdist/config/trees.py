@@ -59,7 +59,7 @@ def unflatten_names(names: Mapping[str, Any]) -> dict[str, Any]:
         node = nested
         for depth, parent in enumerate(parents, 1):
             if SEPARATOR.join(parents[:depth]) in names:
-                raise ValueError(f"the name {name!r} lies below another leaf's name")
+                raise ValueError(f"the name {name!r} is below another leaf's name")
             node = node.setdefault(parent, {})
         node[last] = leaf
     return nested

@@ -374,7 +374,7 @@ def vocabulary_fault(name: str, largest: int | None, vocab_size: int | None) -> 
         f"Set model.vocab_size to {largest + 1} or more, above every id."
     )
     if name == "bin":  # any file can be read as tokens
-        text += " Or the file holds something else: text, or integers of another size (data.bin_dtype)."
+        text += " Or the file holds other data: text, or integers of another size (data.bin_dtype)."
     return text
 
 

@@ -299,10 +299,10 @@ def _log_longer(
     longer = int((length > sequence_length + 1).sum())
     if not longer:
         return
-    fate = "split, and go on in other rows"
+    fate = "split, and continued in other rows"
     dropped = int((length - kept).sum())
     if dropped:
-        fate = f"cut off there: {dropped} of {length.sum()} tokens are left out"
+        fate = f"cut off there: {dropped} of {length.sum()} tokens are dropped"
     log(
         f"data: {name}: {longer} of {len(length)} {side} documents are longer than "
         f"{sequence_length + 1} tokens and {fate}"
@@ -331,7 +331,7 @@ def _count_examples(
         f"{learned.sum()} of {length.sum()} tokens learned; "
         f"{longer} longer than {sequence_length + 1} tokens "
         f"and cut off there ({(learned_before_cut - learned).sum()} learned tokens lost), "
-        f"{empty} left out with no learned token"
+        f"{empty} dropped without a learned token"
     )
     if not held_out and not learned.any():
         raise ConfigError(

@@ -72,7 +72,7 @@ class Iterated:
             if not self._restart():
                 raise NoBatch(
                     f"the iterator cannot go back to the batch after {step} updates; "
-                    "give an iterable that can be begun anew, or a function of the step"
+                    "give an iterable that can be restarted, or a function of the step"
                 )
             self._next = 0
         batch = None
@@ -109,7 +109,7 @@ class Iterated:
             if step < self._next:
                 return ""
             return (
-                "batches: the iterator has no state to go on from; "
+                "batches: the iterator has no state to continue from; "
                 f"its first {step - self._next} batches are passed over"
             )
         try:
@@ -135,7 +135,7 @@ class Iterated:
         while self._next < step:
             self._read_next()
         return (
-            "batches: the iterator goes on by its own state "
+            "batches: the iterator continues from its own state "
             f"at the batch after {step} updates"
         )
 

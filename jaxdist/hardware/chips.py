@@ -338,7 +338,7 @@ CHIPS: tuple[Chip, ...] = (
           "NVIDIA L4 Tensor Core GPU datasheet (sparse figures halved)", family="l4"),
     _chip("A10G", ("NVIDIA A10G",),
           {"bfloat16": 70, "float16": 70, "tfloat32": 35, "float32": 35, "int8": 140}, 24 * _G, 600,
-          (1, "PCIe", 32), "NVIDIA A10G datasheet of AWS (sparse figures left out)", family="a10g"),
+          (1, "PCIe", 32), "NVIDIA A10G datasheet of AWS (without sparse figures)", family="a10g"),
     _chip("T4", ("Tesla T4", "NVIDIA T4"), {"float16": 65, "float32": 8.1, "int8": 130}, 16 * _G, 320,
           (1, "PCIe", 16), "NVIDIA T4 Tensor Core GPU datasheet (no bfloat16 units)", family="t4"),
     _chip("V100 16GB", ("Tesla V100-SXM2-16GB",), _VOLTA, 16 * _G, 900, (1, "NVLink", 150), _V100,

@@ -140,7 +140,7 @@ def refuse_inside(target: str, folder: Path, *, key: str = MODEL_KEY) -> None:
         places = {Path(os.path.abspath(file)), Path(os.path.realpath(file))}
         if any(place.is_relative_to(run) for place in places for run in above):
             raise ConfigError(
-                f"{key}={target!r}: {file} lies in the run's folder {folder}, whose files are never "
+                f"{key}={target!r}: {file} is in the run's folder {folder}, whose files are never "
                 f"executed; copy it elsewhere, read it, and name the copy: --config.{key}=..."
             )
 

@@ -92,7 +92,7 @@ class PrecisionConfig:
         recipe = RECIPES.get(self.matmul)
         if recipe is not None and self.compute != recipe.dtype:
             yield (
-                f"precision.matmul={self.matmul}: activations and gradients between such products are "
+                f"precision.matmul={self.matmul}: activations and gradients between such matmuls are "
                 f"{recipe.dtype}, and precision.compute={self.compute}; set precision.compute={recipe.dtype}"
             )
         if self.fp8_small_kernels and self.matmul == "compute":

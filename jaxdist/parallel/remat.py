@@ -45,8 +45,8 @@ FP8_PRODUCTS = "fp8_products"  # outputs of 8-bit matmuls, after their scales
 RESIDUAL_STREAM = (INPUT, PROJECTED, BLOCK_OUTPUT)
 FIT = "fit"
 NOT_RESOLVED = (
-    "remat.policy=fit: the commands `jaxdist train` and `jaxdist plan --fix` resolve it for the devices at "
-    "hand; elsewhere give the policy that they print"
+    "remat.policy=fit: the commands `jaxdist train` and `jaxdist plan --fix` resolve it for the devices "
+    "here; elsewhere give the policy that they print"
 )
 # Names of activations in the models of this package, for `save:` and `offload:`.
 NAMES = (

@@ -278,7 +278,7 @@ def _stronger_remat(run: RunConfig, staged: bool) -> Iterator[tuple[str, str]]:
     if run.remat.policy == "none":
         yield (
             "remat.policy=dots",
-            "same losses; element-wise work and little else runs twice",
+            "same losses; little besides element-wise work runs twice",
         )
     if run.remat.policy not in ("full", "layers"):
         yield (

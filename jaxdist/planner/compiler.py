@@ -152,7 +152,7 @@ def compile_run(
         raise DoesNotFit(*refusal)
     notes += result.pop("notes")
     notes += [
-        f"{flag}: this compiler refuses the flag, so the plan is without it; remove it from your flags as well"
+        f"{flag}: this compiler does not know the flag, so the plan is without it; remove it from your flags as well"
         for flag in entry.pop("refused")
     ]
     entry["mesh_ids"] = tuple(entry["mesh_ids"])

@@ -127,7 +127,7 @@ def _with_compiler(plan: Plan, options: CompileOptions | None, say: Say) -> Plan
         return with_compiled(plan, compiled)
     except DoesNotFit as refusal:
         needed, capacity = refusal.args
-        reason = f"the compiler refuses it: {gib_text(needed)} needed, {gib_text(capacity)} available"
+        reason = f"the compiler rejects it: {gib_text(needed)} needed, {gib_text(capacity)} available"
         return replace(
             plan,
             fits=False,

@@ -331,7 +331,7 @@ class _Finals:
 
         fresh = [candidate for candidate in hopeful if is_new(candidate)]
         if not hopeful:
-            self.stopped = "nothing else can be faster"
+            self.stopped = "no other layout can be faster"
         elif not fresh:
             self.stopped = "each set of axes was tried"
         elif not self.has_time():

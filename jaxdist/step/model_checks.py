@@ -18,7 +18,7 @@ from jaxdist.protocols.model import (
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.step.objective_fields import abstract_batch
 
-METRICS = "metrics(self, batch) -> {name: sum, or (sum, count)}; rename it if it is for something else"
+METRICS = "metrics(self, batch) -> {name: sum, or (sum, count)}; rename it if it has another purpose"
 
 
 def faults(spec: ModelSpec, *, stages: int = 1) -> Iterator[str]:

@@ -116,7 +116,7 @@ class KeepBest(Callback):
         if "step" in self._best:
             self._run.store.best.append(self._best["step"])
         self._run.stop(
-            self._rule.exhausted(self._best), fix="To go on, raise train.patience."
+            self._rule.exhausted(self._best), fix="To continue, raise train.patience."
         )
 
     def state(self) -> Any:
@@ -182,5 +182,5 @@ def best_step(checkpoints: Path) -> int:
             kept = folders.read_step(checkpoints, step).metadata[run_metadata.CALLBACKS]
             return of_kind(kept[KeepBest.name]["step"], int)
     raise ConfigError(
-        f"step best: no checkpoint in {checkpoints} tells it; train with checkpoint.keep_best"
+        f"step best: no checkpoint in {checkpoints} records it; train with checkpoint.keep_best"
     )

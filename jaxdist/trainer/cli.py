@@ -277,7 +277,7 @@ def _config_in(
         raise SystemExit(0)
     if any(_AS_CONFIG in fault for fault in faults):
         raise ConfigError(faults)
-    where = f", and {folder} holds no run that could go on" if folder else ""
+    where = f", and {folder} holds no run to resume" if folder else ""
     missing = f"--config is missing{where}: name one, e.g. --config quickstart"
     raise ConfigError([*faults, missing])
 

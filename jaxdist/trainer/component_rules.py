@@ -28,7 +28,7 @@ def component_faults(config: RunConfig) -> Iterator[str]:
             yield obstacle
     sample_tokens = 0 if train.sample_tokens == AUTO else train.sample_tokens
     if sample_tokens and not train.sample_prompt:
-        yield "train.sample_prompt is empty; give the sample something to go on from"
+        yield "train.sample_prompt is empty; give the sample a text to continue"
     if not is_text(train.sample_prompt):
         yield f"train.sample_prompt={train.sample_prompt!r} is not UTF-8 text; give another"
     prompt = len(train.sample_prompt.encode(errors="replace"))

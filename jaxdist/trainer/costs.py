@@ -45,5 +45,5 @@ def undeclared_lines(config: RunConfig, name: str = "") -> list[str]:
         return []
     return [
         f"costs: {name or config.model_class.__name__} declares none (Config.costs); its FLOPs are "
-        f"counted in its program, and what its layers send is left out"
+        f"counted in its program, and what its layers send is not counted"
     ]

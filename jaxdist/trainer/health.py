@@ -116,7 +116,7 @@ class Monitor:
         self._event(
             "nonfinite", number, skipped_in_a_row=skipped, **self._sample_fields(number)
         )
-        self._note(f"step {number}: loss or gradients are not finite; update left out")
+        self._note(f"step {number}: loss or gradients are not finite; update skipped")
         if skipped <= self._limit:
             return
         raise Diverged(

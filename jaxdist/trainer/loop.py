@@ -124,8 +124,8 @@ class Trainer:
         else:
             return False
         self.display.note(
-            f"{self.run.folder} is finished at step {step}. To go on, raise {limit}; "
-            f"to start anew, give another --workdir."
+            f"{self.run.folder} is finished at step {step}. To continue, raise {limit}; "
+            f"for a new run, give another --workdir."
         )
         return True
 
@@ -152,7 +152,7 @@ class Trainer:
             raise TrainingStopped(message, "save_failed")
         if self.signals.stopping and step < steps:
             self.writer.event("preempted", step)
-            stopped = f"stopped after step {step}, saved; run again to go on"
+            stopped = f"stopped after step {step}, saved; run again to resume"
             return RunEnd(state, stopped=stopped)
         if int(state.opt_state.skipped):
             event_reason = "nonfinite"
@@ -177,7 +177,7 @@ class Trainer:
             return None
         first = self.progress.step - skipped + 1
         return TrainingStopped(
-            f"the last {skipped} updates were left out: loss or gradients were not "
+            f"the last {skipped} updates were skipped: loss or gradients were not "
             f"finite; {_FIX.format(first)}",
             "nonfinite",
         )
@@ -411,6 +411,6 @@ class Trainer:
             left_out=skipped_window,
         )
         self.display.note(
-            f"{fault}: back to step {step}, {describe_window(skipped_window)} left out"
+            f"{fault}: back to step {step}, {describe_window(skipped_window)} skipped"
         )
         return self.built.views.by_stage(state)

@@ -50,7 +50,7 @@ def _why_not(
     if role.kind == "embedding":
         return "rows of a table are looked up"
     if "experts" in names:
-        return "products of experts are grouped ones"
+        return "matmuls of experts are grouped"
     names_of_kernel = names[-role.dims :] if names else ()
     inputs = role.dims - len(role.output)
     return recipe.why_not(names_of_kernel, shape[-role.dims :], inputs)
@@ -85,7 +85,7 @@ def lines(
         by_reason[why].append(path)
     with_recipe = by_reason.pop("", [])
     text = (
-        f"precision.matmul={recipe.name}: {share(config, spec, sample):.0%} of the forward products' "
+        f"precision.matmul={recipe.name}: {share(config, spec, sample):.0%} of the forward matmuls' "
         f"FLOPs in {recipe.units.numbers} ({', '.join(with_recipe)})"
     )
     if by_reason:

@@ -165,7 +165,7 @@ def has_saved(run: Run) -> bool:
     if coordination.broadcast(has_event):
         raise CheckpointError(
             f"the run in {run.folder} has saved, but {run.store.folder} has no checkpoint: put it back "
-            f"(is it mounted?), or begin anew with another --workdir"
+            f"(is it mounted?), or start a new run with another --workdir"
         )
     return False
 
@@ -222,7 +222,7 @@ def check_data(metadata: Mapping[str, Any], dataset: Dataset) -> None:
     if known != dataset.fingerprint:
         raise ConfigError(
             f"the data has changed: the run has read {known}, {dataset.name} is {dataset.fingerprint} now; "
-            f"put the corpus and its settings back, or start anew with another --workdir"
+            f"put the corpus and its settings back, or start a new run with another --workdir"
         )
 
 

@@ -133,7 +133,7 @@ class Saver:
                     self.run.note(f"checkpoint {save.step}: {error}")
             else:
                 self.failure = error or "it failed"
-                outcome = "failed" if last else "failed, training goes on"
+                outcome = "failed" if last else "failed, training continues"
                 self.run.note(f"checkpoint {save.step} {outcome}: {error}")
                 self._blocked_s.pop(save.step, None)
 

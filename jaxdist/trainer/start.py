@@ -83,7 +83,7 @@ def init_or_restore(
         run.note(f"compiled the step in {time_text(seconds)}")
         if work.roofline is not None:
             run.note(f"the step is {work.roofline.text()}")
-        consistency.agree(lambda: {"data left out": first.windows})
+        consistency.agree(lambda: {"data skipped": first.windows})
         skipping = SkippingDataset(dataset, first.windows)
         if skipping.position(step) > 0 and step < run.config.train.steps:
             line = skipping.go_to(step, first.reader)

@@ -268,7 +268,7 @@ def test_a_run_goes_on_when_its_disk_is_full_and_then_read_only(small_disk, tmp_
     assert process.returncode == 75, said
     assert "saved; run again" in said
     assert "Traceback" not in said
-    assert "failed, training goes on: " in said
+    assert "failed, training continues: " in said
     assert "are free in" in said
     steps = folders.list_steps(small_disk / "run")
     assert steps

@@ -14,7 +14,7 @@ from support.runs import TINY
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
 
-ANEW = "or begin anew with another --workdir"
+ANEW = "or start a new run with another --workdir"
 
 
 def code_of(workdir: Path, **changes) -> int:

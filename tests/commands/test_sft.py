@@ -76,7 +76,7 @@ def test_the_config_is_followed_from_the_quickstart_to_an_answer(
     assert train.main([*tuned, *flags(SHORT | cache | sampled)]) == 0
     said = capsys.readouterr().out
     assert "training examples" in said
-    assert "0 left out" in said
+    assert "0 dropped" in said
     assert "trainable" in said
     # the sample answers a question that is held out
     text = (tmp_path / "runs/sft_lora/sample.txt").read_text()

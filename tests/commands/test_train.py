@@ -287,7 +287,7 @@ def test_a_key_or_a_config_in_a_flags_place_says_how_it_is_written(capsys):
     assert refused(capsys, "quickstart") == [f"quickstart: {lists}"]
     (first, second) = refused(capsys, "--workdir", "/nowhere", "--steps=3")
     assert "--config.train.steps=3" in first
-    assert "/nowhere holds no run that could go on" in second
+    assert "/nowhere holds no run to resume" in second
 
 
 def test_names_of_configs_and_flags(capsys):
@@ -488,7 +488,7 @@ def test_a_finished_run_says_so_and_harmless_changes_pass(capsys, finished):
     )
     said = capsys.readouterr()
     assert (
-        f"{folder} is finished at step 2. To go on, raise train.steps"
+        f"{folder} is finished at step 2. To continue, raise train.steps"
         in said.out + said.err
     )
     assert json.loads((folder / "config.json").read_text())["data"]["prefetch"] == 0

@@ -272,7 +272,7 @@ def test_both_splits_together_learn_each_learned_token_once(opened):
 def test_the_log_counts_examples_that_are_cut_off_or_left_out(opened):
     counts = re.findall(
         rf"(\d+) longer than {LENGTH_S + 1} tokens and cut off there "
-        r"\((\d+) learned tokens lost\), (\d+) left out with no learned token",
+        r"\((\d+) learned tokens lost\), (\d+) dropped without a learned token",
         " ".join(opened.lines),
     )
     assert len(counts) == 2, "a line for training and one for held-out examples"

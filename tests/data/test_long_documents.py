@@ -178,8 +178,8 @@ def test_the_log_counts_the_tokens_that_truncation_leaves_out(
     (split_line,) = (line for line in split_lines if documents in line)
     (truncated_line,) = (line for line in truncated_lines if documents in line)
 
-    assert "longer than 17 tokens and split, and go on in other rows" in split_line
-    counts = re.search(r"(\d+) of (\d+) tokens are left out", truncated_line)
+    assert "longer than 17 tokens and split, and continued in other rows" in split_line
+    counts = re.search(r"(\d+) of (\d+) tokens are dropped", truncated_line)
     left_out, total = (int(number) for number in counts.groups())
     assert 0 < left_out < total
     assert count(split) - count(truncated) == left_out
@@ -188,7 +188,7 @@ def test_the_log_counts_the_tokens_that_truncation_leaves_out(
 def test_the_log_counts_the_tokens_of_all_training_documents(datasets):
     split, (_, lines) = datasets["split"][0], datasets["truncate"]
     (line,) = (line for line in lines if "training documents" in line)
-    total = int(re.search(r"\d+ of (\d+) tokens are left out", line)[1])
+    total = int(re.search(r"\d+ of (\d+) tokens are dropped", line)[1])
     assert total == split.num_train_tokens
 
 

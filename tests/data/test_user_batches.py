@@ -80,7 +80,7 @@ def test_a_state_goes_on_exactly_and_reads_nothing_again(kind, at):
     source = kind()
     again = Iterated(source)
     again(0)  # for its shapes
-    assert "goes on by its own state at the batch after" in again.go_to(at, stored)
+    assert "continues from its own state at the batch after" in again.go_to(at, stored)
     assert values(again, range(at, 12)) == whole[at:]
     assert source.read == 1 + 12 - at
 
@@ -296,7 +296,7 @@ def test_the_libraries_go_on_by_their_own_states(make, at):
     again = Iterated(make())
     again(0)  # for its shapes
     assert again.go_to(at, stored).startswith(
-        "batches: the iterator goes on by its own state"
+        "batches: the iterator continues from its own state"
     )
     # In the epochs after, torchdata's loader draws another order than without a
     # restart.

@@ -370,7 +370,7 @@ def test_the_doctor_prints_faults(tmp_path):
     assert "nccl-socket" in found
     section = doctor.as_text(report).partition("\nnetwork\n")[2]
     assert "  nccl-socket: NCCL_NET=Socket: NCCL sends over TCP" in section
-    assert "; cure: unset NCCL_NET\n" in section
+    assert "; fix: unset NCCL_NET\n" in section
     assert doctor.as_text({"network": []}) == "network\n  none"
 
 

@@ -1,5 +1,6 @@
 """How the pages, the help and the meanings of keys read, as far as it can be counted."""
 
+import ast
 import runpy
 
 import pytest
@@ -63,5 +64,44 @@ def test_the_meaning_of_each_key_reads_plainly():
         f"{path}: {fault.rule}: {fault.text}"
         for path, field in schema.items()
         for fault in PROSE["faults_of_meaning"](field.doc)
+    ]
+    assert not found, "\n".join(found)
+
+
+def texts_in(file) -> list[tuple[int, str]]:
+    """Returns the texts of a module that are no docstrings, with their lines."""
+    tree = ast.parse(file.read_text())
+    passed = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            passed.update(id(value) for value in node.values)
+        elif isinstance(node, ast.Expr):
+            passed.add(id(node.value))
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in passed:
+            continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append((node.lineno, node.value))
+        elif isinstance(node, ast.JoinedStr):
+            parts = [
+                v.value if isinstance(v, ast.Constant) else "X" for v in node.values
+            ]
+            found.append((node.lineno, "".join(parts)))
+    return found
+
+
+def test_messages_have_the_words_of_the_field():
+    texts = [
+        (f"{file.relative_to(ROOT)}:{line}", text)
+        for file in (ROOT / "jaxdist").rglob("*.py")
+        for line, text in texts_in(file)
+        if " " in text
+    ]
+    assert len(texts) > 2000
+    found = [
+        f"{where}: {word[0]!r}: {text}"
+        for where, text in texts
+        for word in PROSE["BANNED_WORDS"].finditer(text)
     ]
     assert not found, "\n".join(found)

@@ -467,7 +467,7 @@ def test_a_run_that_ends_with_skipped_updates_has_failed(tmp_path):
     for _ in range(2):  # also where it has nothing left to do
         with pytest.raises(
             TrainingStopped,
-            match="the last 2 updates were left out.* step 7 on",
+            match="the last 2 updates were skipped.* step 7 on",
         ):
             fit(sick, folder=tmp_path / "run")
     (stop,) = [

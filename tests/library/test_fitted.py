@@ -358,7 +358,7 @@ def test_a_run_that_gets_no_better_stops(tmp_path, capsys):
     assert again.step == run.step
     assert again.stopped == run.stopped
     reason = run.stopped.partition(": ")[2]
-    assert f"{reason}. To go on, raise train.patience.\n" in capsys.readouterr().out
+    assert f"{reason}. To continue, raise train.patience.\n" in capsys.readouterr().out
     assert (
         fit(flipping, 30, settings=settings | {"train.patience": 5}, **options).step
         == best + 5
@@ -508,7 +508,7 @@ def test_an_iterator_with_a_state_is_saved_and_restored(run, tmp_path, capsys):
     # the first for its shapes; the rest was read ahead
     assert source.read[:4] == [0, 3, 4, 5]
     assert (
-        "goes on by its own state at the batch after 3 updates"
+        "continues from its own state at the batch after 3 updates"
         in capsys.readouterr().out
     )
     plain = [batches(step) for step in range(8)]

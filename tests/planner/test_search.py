@@ -342,7 +342,7 @@ def test_a_search_on_cpu_compiles_what_it_calls_best(tmp_path):
     assert found.winner.fits
     assert found.winner.compiled.peak_bytes > 0
     # arithmetic of two CPU devices counts products of matrices alone: all are as fast
-    assert found.summary["stopped"] == "nothing else can be faster"
+    assert found.summary["stopped"] == "no other layout can be faster"
     bounds = [candidate.estimate.bound_s for candidate, _ in found.others]
     assert min(bounds) >= found.compiled[0].seconds
     assert sum(line.startswith("  ") for line in said) == len(found.compiled)

@@ -307,8 +307,8 @@ def test_a_drift_goes_back_to_where_a_spike_went_back(tmp_path, capsys):
     restores = [e for e in read_events(tmp_path / "run") if e["event"] == "restore"]
     assert [(e["step"], e["left_out"]) for e in restores] == [(2, [2, 3]), (2, [3, 3])]
     printed = capsys.readouterr().out
-    assert "a spike on order: back to step 2, batch 2 is left out" in printed
-    assert "a drift on order: back to step 2, no batch is left out" in printed
+    assert "a spike on order: back to step 2, batch 2 is skipped" in printed
+    assert "a drift on order: back to step 2, no batch is skipped" in printed
     result = run(tmp_path / "run", train__steps=6)
     assert int(result.state.step) == 6
     starts = [e for e in read_events(tmp_path / "run") if e["event"] == "start"]

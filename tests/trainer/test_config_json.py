@@ -167,7 +167,7 @@ def test_a_logger_that_a_folder_names_is_code_like_a_model(code, tmp_path):
     assert parsed_by_train("--config.train.loggers=tensorboard") == ("tensorboard",)
     assert len(parsed(plan._parser(), "--on", "cpu:1")) == 2, "plan makes no logger"
     inside = code(run / "logger_in_run.py")
-    with pytest.raises(ConfigError, match="lies in the run's folder"):
+    with pytest.raises(ConfigError, match="is in the run's folder"):
         parsed(
             train._parser(),
             "--workdir",
@@ -283,7 +283,7 @@ def test_a_file_below_the_run_to_begin_with_never_runs(how, code, tmp_path, caps
     exit_code, error = code_and_error(capsys, train.main, *words)
     assert exit_code == 78
     assert not executed(file)
-    assert f"lies in the run's folder {source}, whose files are never executed" in error
+    assert f"is in the run's folder {source}, whose files are never executed" in error
 
 
 def test_convert_refuses_before_it_loads_anything(code, tmp_path, capsys):

@@ -158,7 +158,7 @@ def test_an_interrupt_saves_and_the_same_command_goes_on(straight, tmp_path):
     process.send_signal(signal.SIGINT)
     said = process.communicate()[0]
     assert process.returncode == 75
-    assert "saved; run again to go on" in said
+    assert "saved; run again to resume" in said
     (saved,) = list_steps(workdir / "checkpoints")
     assert 20 <= saved < 60
     names = [e["event"] for e in read_events(workdir)]

@@ -51,7 +51,7 @@ def find_files(options: SourceOptions) -> list[File]:
             unreadable = one_line(error.filename)
             faults.append(
                 f"data.path={shown}: {unreadable} cannot be read ({error.strerror}), so its "
-                f"files would be left out. Make it readable, or give a glob without it."
+                f"files would be missing. Make it readable, or give a glob without it."
             )
             continue
         except (OSError, ValueError, RecursionError) as error:

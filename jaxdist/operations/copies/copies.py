@@ -211,7 +211,7 @@ class Copies:
         """Formats the message of an `Unreadable`."""
         return (
             f"{self.url}/{_STEPS} cannot be read ({reason}): copies of this run may be there. Make it "
-            f"readable, or begin anew without them: --config.checkpoint.copy_to="
+            f"readable, or start a new run without them: --config.checkpoint.copy_to="
         )
 
     def whole_steps(self) -> list[int]:

@@ -185,7 +185,7 @@ class Leader:
             )
         for name, token in generation.members:
             if token in following.excluded and token not in generation.excluded:
-                self._say(f"machine {name} is left out")
+                self._say(f"machine {name} is not used")
         return following
 
     def _outcome(self, generation: Generation) -> succession.Outcome:

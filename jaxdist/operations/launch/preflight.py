@@ -59,7 +59,7 @@ _CHECK_NETWORK = (
     f"NET/IB or NET/OFI, not NET/Socket, in the lines of NCCL_DEBUG=INFO; {_DOCTOR}"
 )
 _CHECK_GPU = "`nvidia-smi -q -d PERFORMANCE,POWER,CLOCK` there (heat, power limit), other programs on it"
-_CHECK_TPU = "other programs on it; else restart or replace its machine"
+_CHECK_TPU = "other programs on it; otherwise restart or replace its machine"
 _CHECK_CLOCK = (
     "times of events, the ledger's `down`, leases of checkpoint folders and the watchdog's word on who hangs "
     "compare clocks: start chrony or systemd-timesyncd there (`jaxdist doctor` says whether one runs)"

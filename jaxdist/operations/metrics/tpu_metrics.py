@@ -29,7 +29,7 @@ _METRICS = {
     ),
     "tpu_throttle_score": (
         "jaxdist_tpu_throttle",
-        "0 = not throttled, 1 to 10 = by so many tenths.",
+        "0 = not throttled, 1 to 10 = by that number of tenths.",
         1.0,
     ),
 }

@@ -75,7 +75,7 @@ class StepParts:
         if self.is_mixed and part in (COMPUTE, _WHOLE):
             part += ", with communication"
             if plan_command:
-                advice = f"{plan_command}, which tells them apart, or {advice}"
+                advice = f"{plan_command}, which separates them, or {advice}"
         text = (
             f"MFU {mfu}; the largest part is {part}, {percent_text(share)} of a step; "
             f"try {advice}"

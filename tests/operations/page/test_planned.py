@@ -216,7 +216,7 @@ def test_a_plan_of_another_step_is_ignored(tmp_path, path, value, said):
     assert document["step_parts"][step_parts.BUBBLE] == pytest.approx(0.9 * 0.3)
     assert step_parts.COMMUNICATION not in document["step_parts"]
     assert "what plan expects" not in document["verdict"]
-    command = f"try jaxdist plan --workdir {tmp_path}, which tells them apart, or "
+    command = f"try jaxdist plan --workdir {tmp_path}, which separates them, or "
     largest = max(document["step_parts"], key=document["step_parts"].get)
     assert (command in document["verdict"]) == (largest == step_parts.COMPUTE)
     assert "plan.json is not used: " in " ".join(status.as_text(document).split())
