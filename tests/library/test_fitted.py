@@ -336,7 +336,7 @@ def test_the_best_checkpoint_is_kept_and_read(tmp_path):
     assert found.step == best["step"]
     assert found.loss == pytest.approx(best["eval_loss"])
     plain = fit(steps=1, folder=tmp_path / "none", **ONE)
-    with pytest.raises(ConfigError, match="no checkpoint in .* tells it"):
+    with pytest.raises(ConfigError, match="no checkpoint in .* records it"):
         jaxdist.load_run(plain.folder, model=make, step="best", **ONE)
 
 
