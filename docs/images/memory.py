@@ -1,5 +1,6 @@
-"""Draws the memory of docs/how-to/pipelines.md: `python docs/images/memory.py` writes beside
-itself.
+"""Draws the memory of docs/explanation/pipeline-executor.md.
+
+`python docs/images/memory.py` writes beside itself.
 
 The numbers are those of benchmarks/results/tpu-pipeline.json; a case that is not there
 is left out.

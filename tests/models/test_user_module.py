@@ -646,7 +646,7 @@ def test_names_by_rule_by_flax_and_by_default_and_the_table_says_so():
 
 
 def test_the_rules_of_the_docs_are_read():
-    page = (DOCS / "sharding.md").read_text()
+    page = (DOCS / "reference/mesh-axes.md").read_text()
     config = run_config.default_config(STAGED)
     exec(page.split("```python")[1].split("```")[0], {"config": config})
     found = validated(STAGED, **schema.flatten(config), mesh__fsdp=4, mesh__tensor=2)

@@ -46,7 +46,7 @@ ALL = [*PLAIN, *CHUNKED, *LONGER, ("1f1b", 4, 33, 1), ("gpipe", 3, 20, 1)]
 
 
 def ticks_of(name, p, m, v):
-    """The closed forms of docs/how-to/pipelines.md."""
+    """The closed forms of docs/explanation/pipeline-executor.md."""
     return 2 * (m + p - 1) if name == "gpipe" else m * v + v * p + p - 2
 
 
