@@ -18,7 +18,13 @@ WIDTH = 100
 
 # The lab notebook, and pages that are dated because what they say ages.
 NOTEBOOK = ("docs/evidence/", "benchmarks/")
-DATED = (*NOTEBOOK, "docs/project/", "docs/coming-from/", "CHANGELOG.md")
+DATED = (
+    *NOTEBOOK,
+    "docs/project/",
+    "docs/coming-from/",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+)
 WIDE_TABLES = (*NOTEBOOK, "docs/coming-from/", "docs/project/comparison.md")
 GENERATED = "<!-- Written by"
 TABLES_BEGIN = "<!-- chips -->"  # behind it stand rows of data
