@@ -21,6 +21,7 @@ import posixpath
 import re
 import runpy
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -131,7 +132,7 @@ def pages_of_keys() -> dict[str, str]:
     for path in hand_written():
         text = (DOCS / path).read_text()
         for key in re.findall(
-            r"`(?:--config\.)?([a-z_0-9]+(?:\.[a-z_0-9]+)*)[=`]", text
+            r"(?:`|--config\.)([a-z_0-9]+(?:\.[a-z_0-9]+)*)[=`]", text
         ):
             of_key = counts.setdefault(key, {})
             of_key[path] = of_key.get(path, 0) + 1
@@ -187,6 +188,7 @@ def help_of(name: str, arguments: list[str]) -> str:
         mock.patch.object(sys, "argv", command),
         mock.patch.dict(os.environ, {"COLUMNS": "90", "NO_COLOR": "1"}),
         contextlib.redirect_stdout(written),
+        warnings.catch_warnings(action="ignore"),  # the module is imported already
         contextlib.suppress(SystemExit),
     ):
         runpy.run_module(f"jaxdist.{name}", run_name="__main__", alter_sys=True)
