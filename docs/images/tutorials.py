@@ -14,6 +14,16 @@ RUNS = HERE / "tutorials.json"
 SEARCH = HERE.parents[1] / "benchmarks/results/plan-search-llama3_8b-h100-1x8.json"
 
 WIDTH = 760
+PASTELS = (
+    "#f4c7c3",
+    "#fbe3b5",
+    "#eef0b0",
+    "#c9e8c0",
+    "#bfe6e0",
+    "#c3d9f4",
+    "#d3c8f2",
+    "#f0c6e6",
+)
 BLUE, ORANGE, GREEN, GREY, RED = "#2f6fb7", "#b3572a", "#3b8a4f", "#8a8f98", "#c0392b"
 STYLE = (
     ".t text{font:13px system-ui,sans-serif;fill:#222}.t .n{fill:#666}"
@@ -89,34 +99,34 @@ def curves(
             f'<polyline fill="none" stroke="{colour}" {stroke} points="{path}"/>'
         )
         y = top + 40 + 20 * row
-        parts.append(bar(WIDTH - 300, y - 9, 22, 8, colour))
-        parts.append(text(WIDTH - 270, y, name))
+        parts.append(bar(WIDTH - 190, y - 9, 22, 8, colour))
+        parts.append(text(WIDTH - 160, y, name))
     return svg(bottom + 28, title, parts)
 
 
-def grid(x: float, y: float, parts: Sequence[Sequence[int]], size: float) -> str:
-    """Draws an array that is cut into rows and columns; a number names each part's device.
+def grid(x: float, y: float, parts: Sequence[Sequence[str]], size: float) -> str:
+    """Draws an array that is cut into rows and columns; each part names its devices.
 
     Args:
         x: Left edge.
         y: Upper edge.
-        parts: The device of each part, by row and column.
+        parts: The devices of each part, by row and column, the first as a digit.
         size: Width and height of the array.
     """
     rows, columns = len(parts), len(parts[0])
     shapes = []
     for i, row in enumerate(parts):
-        for j, device in enumerate(row):
+        for j, devices in enumerate(row):
             shapes.append(
                 f'<rect class="box" x="{x + j * size / columns:.1f}" '
                 f'y="{y + i * size / rows:.1f}" width="{size / columns:.1f}" '
-                f'height="{size / rows:.1f}" fill="hsl({device * 45} 60% 82%)"/>'
+                f'height="{size / rows:.1f}" fill="{PASTELS[int(devices[0])]}"/>'
             )
             shapes.append(
                 text(
                     x + (j + 0.5) * size / columns,
                     y + (i + 0.5) * size / rows + 4,
-                    str(device),
+                    devices,
                     'text-anchor="middle" style="fill:#222;font-size:11px"',
                 )
             )
@@ -126,13 +136,13 @@ def grid(x: float, y: float, parts: Sequence[Sequence[int]], size: float) -> str
 def layouts(losses: dict[str, float]) -> str:
     """Draws a kernel and a batch on 8 devices, for three layouts, with their last loss."""
     columns = (
-        ("data 8", "data", [[0]], [[n] for n in range(8)]),
-        ("fsdp 8", "fsdp", [[n] for n in range(8)], [[n] for n in range(8)]),
+        ("data 8", "data", [["0 to 7"]], [[str(n)] for n in range(8)]),
+        ("fsdp 8", "fsdp", [[str(n)] for n in range(8)], [[str(n)] for n in range(8)]),
         (
             "fsdp 4 x tensor 2",
             "tensor",
-            [[2 * n, 2 * n + 1] for n in range(4)],
-            [[2 * n] for n in range(4)],
+            [[str(2 * n), str(2 * n + 1)] for n in range(4)],
+            [[f"{2 * n}, {2 * n + 1}"] for n in range(4)],
         ),
     )
     parts = []
@@ -151,7 +161,9 @@ def layouts(losses: dict[str, float]) -> str:
         parts.append(text(x, 174, note, 'class="n"'))
         parts.append(text(x, 194, f"loss of step 20: {losses[key]:.4f}"))
     parts.append(text(20, 218, "Numbers name devices.", 'class="n"'))
-    return svg(228, "One kernel and one batch on eight devices, in three layouts", parts)
+    return svg(
+        228, "One kernel and one batch on eight devices, in three layouts", parts
+    )
 
 
 def own_model(parameters: Sequence[tuple[str, list, str]]) -> str:
@@ -159,9 +171,9 @@ def own_model(parameters: Sequence[tuple[str, list, str]]) -> str:
     parts = [text(20, 20, "A module of your own on fsdp 4 x tensor 2")]
     for place, (name, shape, names) in enumerate(parameters):
         x = 20 + 250 * place
-        cut = [[n, n + 2, n + 4, n + 6] for n in range(2)]  # tensor, then fsdp
+        cut = [[str(n + 2 * i) for i in range(4)] for n in range(2)]  # tensor x fsdp
         if names.startswith("d_model"):
-            cut = [[2 * n, 2 * n + 1] for n in range(4)]
+            cut = [[str(2 * n + i) for i in range(2)] for n in range(4)]
         size = " x ".join(str(n) for n in shape)
         parts.append(text(x, 50, name, 'font-weight="600"'))
         parts.append(text(x, 70, f"{size}: {names}", 'class="n"'))
@@ -169,7 +181,9 @@ def own_model(parameters: Sequence[tuple[str, list, str]]) -> str:
     parts.append(
         text(20, 236, "Numbers name devices: each holds one eighth.", 'class="n"')
     )
-    return svg(246, "The kernels of a module, one eighth on each of eight devices", parts)
+    return svg(
+        246, "The kernels of a module, one eighth on each of eight devices", parts
+    )
 
 
 def answers(rows: Sequence[Sequence[str]]) -> str:
@@ -193,7 +207,7 @@ def memory_bars(record: dict) -> str:
     """Draws the peaks of a search's layouts against the memory of a GPU."""
     rows = record["ranking"]
     limit = rows[0]["capacity_bytes"] / 2**30
-    left, scale = 300, (WIDTH - 300 - 90) / 80
+    left, scale = 350, (WIDTH - 350 - 50) / 80
     parts = [text(0, 18, "Peak memory of a GPU: llama3_8b on h100:1x8")]
     for place, row in enumerate(rows):
         y = 34 + 30 * place
@@ -203,13 +217,11 @@ def memory_bars(record: dict) -> str:
             "attention_projection",
             "offload",
         )
-        parts.append(text(0, y + 15, name))
+        parts.append(text(0, y + 15, name.replace(", remat ", ", ")))
         parts.append(bar(left, y, gib * scale, 20, BLUE if row["fits"] else RED))
         step = f"{row['step_s']:.2f} s" if row["fits"] else "does not fit"
-        parts.append(text(left + gib * scale + 6, y + 15, f"{gib:.1f}"))
-        parts.append(
-            text(left + 8, y + 15, step, 'style="fill:#fff"')
-        )
+        words = f"{gib:.1f} GiB, {step}"
+        parts.append(text(left + 8, y + 15, words, 'style="fill:#fff"'))
     bottom = 34 + 30 * len(rows)
     x = left + limit * scale
     parts.append(
@@ -265,7 +277,12 @@ def main() -> None:
             "quickstart: training loss in nats per byte",
             [
                 ("training", BLUE, 'stroke-width="1.5"', runs["first_model"]["train"]),
-                ("held out", ORANGE, 'stroke-width="3"', runs["first_model"]["held_out"]),
+                (
+                    "held out",
+                    ORANGE,
+                    'stroke-width="3"',
+                    runs["first_model"]["held_out"],
+                ),
             ],
             {runs["first_model"]["stopped_at"]: "stopped, resumed"},
         ),
