@@ -8,7 +8,7 @@
 | reference/commands.md | the `--help` of each command |
 | reference/python-api.md | signatures and docstrings, read by griffe |
 | reference/hardware.md, its tables | jaxdist/hardware/chips.py |
-| project/changelog.md, project/contributing.md | the files at the root |
+| those of COPIED | files at the root, and below benchmarks/ |
 """
 
 import contextlib
@@ -45,6 +45,15 @@ MARK = "<!-- Written by `python docs/generate.py` {source}. Do not edit. -->"
 # A page that explains a key is looked for here first.
 WHERE_KEYS_ARE_EXPLAINED = ("how-to", "explanation", "reference", "tutorials")
 CHIPS_BEGIN = "<!-- chips -->"
+# A page from outside of docs/ -> its copy below docs/.
+COPIED = {
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "benchmarks/README.md": "evidence/benchmarks.md",
+    "benchmarks/device/README.md": "evidence/benchmarks-device.md",
+    "benchmarks/plan/README.md": "evidence/benchmarks-plan.md",
+    "benchmarks/step/README.md": "evidence/benchmarks-step.md",
+}
 
 
 def pages() -> dict[str, str]:
@@ -54,8 +63,7 @@ def pages() -> dict[str, str]:
         "reference/commands.md": commands_page(),
         "reference/python-api.md": api_page(),
         "reference/hardware.md": hardware_page(),
-        "project/changelog.md": root_page("CHANGELOG.md"),
-        "project/contributing.md": root_page("CONTRIBUTING.md"),
+        **{target: copied_page(source) for source, target in COPIED.items()},
     }
 
 
@@ -404,24 +412,31 @@ def chip_row(chip: Chip) -> str:
     )
 
 
-# --- pages of the root ----------------------------------------------------------------
+# --- pages from outside of docs/ ------------------------------------------------------
 
 
-def root_page(name: str) -> str:
-    """Copies a page of the root; its links lead where they led."""
-    text = (ROOT / name).read_text()
+def copied_page(source: str) -> str:
+    """Copies a page from outside of docs/; its links lead where they led.
+
+    A link to a file that is no page of the site becomes the file's path.
+    """
+    target = posixpath.dirname(f"docs/{COPIED[source]}")
 
     def link(found: re.Match[str]) -> str:
-        target, anchor = found[1], found[2] or ""
-        if re.match(r"\w+:", target):
+        text, place, anchor = found[1], found[2], found[3] or ""
+        if re.match(r"\w+:", place):
             return found[0]
-        if target.startswith("docs/"):
-            return f"]({posixpath.relpath(target, 'docs/project')}{anchor})"
-        return f"](../../{target}{anchor})"
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), place))
+        if path in COPIED:
+            path = f"docs/{COPIED[path]}"
+        if not path.startswith("docs/"):
+            return f"{text} (`{path}`)"
+        return f"[{text}]({posixpath.relpath(path, target)}{anchor})"
 
-    text = re.sub(r"\]\(([^)#\s]+)(#[^)]*)?\)", link, text)
+    text = (ROOT / source).read_text()
+    text = re.sub(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)", link, text)
     title, _, rest = text.partition("\n")
-    return f"{title}\n\n{MARK.format(source=f'from {name}')}\n{rest}"
+    return f"{title}\n\n{MARK.format(source=f'from {source}')}\n{rest}"
 
 
 def table_row(cells: list[str]) -> str:
