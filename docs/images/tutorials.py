@@ -1,7 +1,7 @@
 """Draws the pictures of docs/tutorials and docs/get-started.
 
 `python docs/images/tutorials.py` writes them beside itself, from the numbers of real runs
-and plans in tutorials.json and in benchmarks/results.
+and plans in data/tutorials.json and in benchmarks/results.
 """
 
 import json
@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-RUNS = HERE / "tutorials.json"
+RUNS = HERE / "data/tutorials.json"
 SEARCH = HERE.parents[1] / "benchmarks/results/plan-search-llama3_8b-h100-1x8.json"
 
 WIDTH = 760
@@ -38,7 +38,9 @@ def svg(height: float, title: str, parts: Sequence[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="t" viewBox="0 0 {WIDTH} '
         f'{height:g}" role="img" aria-label="{name}"><title>{name}</title>'
-        f"<style>{STYLE}</style>{''.join(parts)}</svg>\n"
+        f"<style>{STYLE}</style>"
+        f'<rect width="{WIDTH}" height="{height:g}" rx="8" fill="#ffffff"/>'
+        f"{''.join(parts)}</svg>\n"
     )
 
 
@@ -266,13 +268,13 @@ def step_time(plans: Sequence[tuple[str, dict, float]]) -> str:
     return svg(y + 26, "Planned step times as sums of their parts", shapes)
 
 
-def main() -> None:
-    """Writes all pictures."""
+def draw_all() -> dict[str, str]:
+    """Makes all pictures; the keys are their names."""
     runs = json.loads(RUNS.read_text())
     whole, killed, again = (
         runs["survives"][key] for key in ("whole", "killed", "again")
     )
-    pictures = {
+    return {
         "first_model": curves(
             "quickstart: training loss in nats per byte",
             [
@@ -301,9 +303,8 @@ def main() -> None:
         "choose_layout": memory_bars(json.loads(SEARCH.read_text())),
         "mfu": step_time(runs["mfu"]),
     }
-    for name, picture in pictures.items():
-        (HERE / f"{name}.svg").write_text(picture)
 
 
 if __name__ == "__main__":
-    main()
+    for name, picture in draw_all().items():
+        (HERE / f"{name}.svg").write_text(picture)
