@@ -28,7 +28,6 @@ BLUE, ORANGE, GREEN, GREY, RED = "#2f6fb7", "#b3572a", "#3b8a4f", "#8a8f98", "#c
 STYLE = (
     ".t text{font:13px system-ui,sans-serif;fill:#222}.t .n{fill:#666}"
     ".t .axis{stroke:#999;fill:none}.t .box{stroke:#475569}"
-    "@media(prefers-color-scheme:dark){.t text{fill:#ddd}.t .n{fill:#aaa}}"
 )
 
 
