@@ -17,6 +17,7 @@ from support.paths import ROOT
 
 YAML = [
     ".github/workflows/ci.yml",
+    ".github/workflows/release.yml",
     ".github/dependabot.yml",
     ".github/ISSUE_TEMPLATE/bug.yml",
     ".github/ISSUE_TEMPLATE/config.yml",
@@ -46,6 +47,52 @@ def test_the_workflow_runs_the_same_check_on_the_oldest_and_a_new_python():
     job = read(".github/workflows/ci.yml")["jobs"]["check"]
     assert job["strategy"]["matrix"]["python"] == ["3.11", "3.13"]
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run python"]
+
+
+def test_a_tag_runs_the_check_and_the_release_and_only_then_attaches_files():
+    workflow = read(".github/workflows/release.yml")
+    assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML reads `on` as true
+    jobs = workflow["jobs"]
+    assert list(jobs) == ["build", "publish"]
+    check = read(".github/workflows/ci.yml")["jobs"]["check"]
+    pythons = jobs["build"]["strategy"]["matrix"]["python"]
+    assert pythons == check["strategy"]["matrix"]["python"]
+    assert [step["run"] for step in jobs["build"]["steps"] if "run" in step] == [
+        ".ci/run python",
+        '.ci/release "$GITHUB_REF_NAME"',
+    ]
+    assert jobs["publish"]["needs"] == "build"
+    names = [step.get("with", {}).get("name") for step in jobs["publish"]["steps"]]
+    assert names[0] in [f"dist-{python}" for python in pythons]
+
+
+def test_only_the_step_that_attaches_files_may_write():
+    text = (ROOT / ".github/workflows/release.yml").read_text()
+    workflow = read(".github/workflows/release.yml")
+    assert workflow["permissions"] == {"contents": "read"}
+    jobs = workflow["jobs"]
+    assert "permissions" not in jobs["build"]
+    assert jobs["publish"]["permissions"] == {"contents": "write"}
+    *others, attach = jobs["publish"]["steps"]
+    assert attach["env"] == {"GH_TOKEN": "${{ github.token }}"}
+    assert attach["run"].startswith('gh release create "$GITHUB_REF_NAME"')
+    assert text.count("github.token") == 1
+    assert "secrets." not in text
+    assert not [step for step in others if "gh " in step.get("run", "")]
+    (checkout,) = (
+        step
+        for step in jobs["build"]["steps"]
+        if "actions/checkout" in step.get("uses", "")
+    )
+    assert checkout["with"]["persist-credentials"] is False
+
+
+def test_the_files_that_are_attached_are_those_that_the_release_makes():
+    attach = read(".github/workflows/release.yml")["jobs"]["publish"]["steps"][-1]
+    made = re.findall(r'>"\$dist/([\w.]+)"', (ROOT / ".ci/release").read_text())
+    assert sorted(made) == ["NOTES.md", "constraints.txt"]
+    named = re.findall(r"dist/(\S+)", attach["run"])
+    assert named == ["NOTES.md", "*.whl", "*.tar.gz", "constraints.txt", "SHA256SUMS"]
 
 
 def test_hooks_run_what_the_check_runs():

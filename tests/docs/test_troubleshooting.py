@@ -1,7 +1,5 @@
 """The page of exit codes and events: none is missing, and what it names exists."""
 
-import ast
-import functools
 import re
 
 import pytest
@@ -10,50 +8,19 @@ from jaxdist import config
 from jaxdist.__main__ import COMMANDS
 from jaxdist.planner import document
 from jaxdist.trainer import run_config
+from support.events import calls, events_in_code, literal
 from support.paths import DOCS, ROOT
 
 PAGE = DOCS / "reference/exit-codes-and-events.md"
 SYMPTOMS = DOCS / "how-to/troubleshooting.md"
 # The lines below the heading of an exit code.
 LINES = ("Meaning", "`launch`", "You")
-# Functions that write an event take its name first; where they hand one on, the name is
-# no literal.
-EMITTERS = {"event", "_event", "report", "_report"}
+# These hand on an event's name, which is no literal there.
 HAND_ON = {
     "telemetry/metrics.py",
     "operations/launch/run_progress.py",
     "trainer/callbacks.py",
 }
-
-
-@functools.cache
-def calls() -> list[tuple[str, str, ast.Call]]:
-    """Returns (file below jaxdist, name of the function without its object, call) of
-    every call.
-    """
-    found = []
-    for file in sorted((ROOT / "jaxdist").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call):
-                name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
-                found.append(
-                    (file.relative_to(ROOT / "jaxdist").as_posix(), name, node)
-                )
-    return found
-
-
-def literal(call: ast.Call) -> object:
-    return (
-        call.args[0].value
-        if call.args and isinstance(call.args[0], ast.Constant)
-        else None
-    )
-
-
-def events_in_code() -> set[str]:
-    """Returns the names of all events that the package writes."""
-    names = {literal(call) for _, emits, call in calls() if emits in EMITTERS}
-    return {name for name in names if isinstance(name, str)}
 
 
 def exit_codes_in_code() -> set[int]:

@@ -18,8 +18,10 @@ import pytest
 import yaml
 
 from jaxdist import launch
+from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT
 from jaxdist.distributed.cluster import find_cluster
 from jaxdist.operations.launch import run_progress
+from jaxdist.planner.targets import parse
 from support.paths import DATA, ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -76,12 +78,16 @@ def refused(value: Any, schema: dict, path: str = "") -> list[str]:
     return [f"{path}: {value!r} does not match"] if wrong else []
 
 
-def the_jobset() -> dict[str, Any]:
-    return yaml.safe_load((DEPLOY / "jobset.yaml").read_text())
+JOBSETS = ("jobset.yaml", "jobset_tpu.yaml")
 
 
-def test_the_jobset_is_what_the_api_accepts():
-    assert refused(the_jobset(), SCHEMA) == []
+def read_jobset(name: str = "jobset.yaml") -> dict[str, Any]:
+    return yaml.safe_load((DEPLOY / name).read_text())
+
+
+@pytest.mark.parametrize("name", JOBSETS)
+def test_the_jobset_is_what_the_api_accepts(name):
+    assert refused(read_jobset(name), SCHEMA) == []
 
 
 BREAKS = {
@@ -110,23 +116,21 @@ BREAKS = {
 
 @pytest.mark.parametrize("said", BREAKS)
 def test_what_the_api_refuses_is_seen(said):
-    jobset = copy.deepcopy(the_jobset())
+    jobset = copy.deepcopy(read_jobset())
     BREAKS[said](jobset["spec"])
     (found,) = refused(jobset, SCHEMA)
     assert said in found
 
 
-def test_the_jobset_starts_an_agent_that_finds_its_place():
-    jobset = the_jobset()
+@pytest.mark.parametrize("name", JOBSETS)
+def test_the_jobset_starts_an_agent_that_finds_its_place(name):
+    jobset = read_jobset(name)
     (workers,) = jobset["spec"]["replicatedJobs"]
     job = workers["template"]["spec"]
     assert job["completionMode"] == "Indexed"
     assert job["parallelism"] == job["completions"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
-    (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule["onExitCodes"]["values"] == [77, 78]
-    assert rule["onExitCodes"]["containerName"] == container["name"]
     assert pod["restartPolicy"] == "Never"
     options, _ = launch._options(container["command"][3:] + container["args"])
     assert options.processes == 1
@@ -138,12 +142,73 @@ def test_the_jobset_starts_an_agent_that_finds_its_place():
         "jobset.sigs.k8s.io/restart-attempt": "0",
     }
     environ = {"JOB_COMPLETION_INDEX": "2"}  # Kubernetes sets it in Indexed jobs
+    if "tpu" in name:  # GKE sets these in pods of a headless service that ask for TPUs
+        hosts = ",".join(f"jaxdist-workers-0-{n}.jaxdist" for n in range(4))
+        environ |= {"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": hosts}
     for variable in container["env"]:
         field = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
         environ[variable["name"]] = variable.get("value") or labels[field.split("'")[1]]
     found = find_cluster(environ)
     assert (found.number, found.index) == (job["parallelism"], 2)
     assert found.host == "jaxdist-workers-0-0.jaxdist"
+    environ["JOBSET_RESTART_ATTEMPT"] = "1"
+    assert find_cluster(environ).port != found.port, "a new start has a port of its own"
+
+
+def answer(jobset: dict[str, Any], code: int) -> str:
+    """Returns what JobSet does after a pod's exit code, by its two failure policies."""
+    (workers,) = jobset["spec"]["replicatedJobs"]
+    job = workers["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    assert job["backoffLimit"] == 0, "a pod alone never starts again"
+    reason = "BackoffLimitExceeded"
+    for rule in job["podFailurePolicy"]["rules"]:
+        codes = rule["onExitCodes"]
+        assert (rule["action"], codes["operator"]) == ("FailJob", "In")
+        assert codes["containerName"] == container["name"]
+        if code in codes["values"]:
+            reason = "PodFailurePolicy"
+    policy = jobset["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] >= 10
+    for rule in policy["rules"]:
+        if reason in rule["onJobFailureReasons"]:
+            return rule["action"]
+    return "RestartJobSet"
+
+
+@pytest.mark.parametrize("name", JOBSETS)
+@pytest.mark.parametrize("code", [1, 70, 75, 76, 77, 78, 137])
+def test_the_jobset_starts_again_what_a_new_start_may_cure(name, code):
+    ends = code in (EXIT_NO_CHECKPOINT, EXIT_CONFIG)
+    assert answer(read_jobset(name), code) == (
+        "FailJobSet" if ends else "RestartJobSet"
+    )
+
+
+def test_the_tpu_jobset_has_a_pod_for_each_host_of_one_slice():
+    jobset = read_jobset("jobset_tpu.yaml")
+    (workers,) = jobset["spec"]["replicatedJobs"]
+    assert workers["replicas"] == 1, "agents of several slices do not find each other"
+    job = workers["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    place = "cloud.google.com/gke-tpu-"
+    family = pod["nodeSelector"][place + "accelerator"].split("-")[1]
+    slice_of = parse(f"{family}:{pod['nodeSelector'][place + 'topology']}")
+    chips = container["resources"]["limits"]["google.com/tpu"]
+    assert chips == slice_of.chip.chips_per_host
+    assert chips * job["parallelism"] == slice_of.num_chips
+    assert job["parallelism"] == slice_of.hosts
+    text = (DEPLOY / "jobset_tpu.yaml").read_text()
+    assert f"plan --on {slice_of.text}` is this slice" in text
+    # the headless service that gives pods their names has the agents' host in it
+    network = jobset["spec"]["network"]
+    assert network == {
+        "enableDNSHostnames": True,
+        "subdomain": jobset["metadata"]["name"],
+    }
+    keys = jobset["metadata"]["annotations"]
+    assert keys["alpha.jobset.sigs.k8s.io/exclusive-topology"].endswith("gke-nodepool")
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "tpu_vm.sh"])

@@ -1,6 +1,8 @@
-"""What is pinned in tests/golden: config keys, sharding tables of shipped configs, sizes.
+"""What is pinned in tests/golden: config keys, names, outputs, shardings, sizes.
 
-`python tests/support/goldens.py` writes them anew; then read the diff.
+`python tests/support/goldens.py` writes them anew; then read the diff. With `--release`
+it also writes what a minor release promises, and a run of it for later releases to read
+(docs/project/versions.md): once, before its tag.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +20,7 @@ from pathlib import Path
 import yaml
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 ROOT = Path(__file__).resolve().parents[2]  # without support.paths: also a script
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
@@ -33,6 +37,7 @@ from jaxdist.protocols.model_spec import (  # noqa: E402
 )
 from jaxdist.trainer import run_config  # noqa: E402
 from jaxdist.trainer.compose import Composition  # noqa: E402
+from support import promise, released_run  # noqa: E402
 from support.nodes import nodes_by_room  # noqa: E402
 
 FOLDER = ROOT / "tests" / "golden"
@@ -79,35 +84,32 @@ SHARDING = {
 } | STAGED
 SHARDING |= dict.fromkeys(OF_EXPERTS, (*LARGE_LAYOUTS, *EXPERT_LAYOUTS))
 TABLES = {f"sharding/{name.replace(':', '_')}.txt": name for name in SHARDING}
+JOBSETS = {"jobset.json": "jobset.yaml", "jobset_tpu.json": "jobset_tpu.yaml"}
 # files below tests/golden
-NAMES = ("config_keys.txt", "jobset.json", *TABLES)
+NAMES = (promise.KEYS, promise.INTERFACE, *JOBSETS, *TABLES)
 SIZES = "nodes.json"  # a bound: tests/test_architecture.py
+# these need a run, or a release: tests/test_versions.py
+OTHERS = (SIZES, promise.WRITTEN, promise.RELEASED)
 
 
 @cache
 def text(file: str) -> str:
     """Returns what one of NAMES should hold."""
-    own = {
-        "config_keys.txt": config_keys_text,
-        "jobset.json": jobset_text,
-    }
-    return (
-        own[file]()
-        if file in own
-        else sharding_text(TABLES[file], SHARDING[TABLES[file]])
-    )
+    if file == promise.KEYS:
+        return config_keys_text()
+    if file == promise.INTERFACE:
+        return "\n".join(promise.interface_lines()) + "\n"
+    if file in JOBSETS:
+        return jobset_text(JOBSETS[file])
+    return sharding_text(TABLES[file], SHARDING[TABLES[file]])
 
 
-def jobset_text() -> str:
-    """Returns deploy/jobset.yaml as Kubernetes takes it: no comments, no aliases, no
-    YAML types.
+def jobset_text(name: str) -> str:
+    """Returns a file of deploy/ as Kubernetes takes it: no comments, no aliases, no YAML
+    types.
     """
-    return (
-        json.dumps(
-            yaml.safe_load((ROOT / "deploy" / "jobset.yaml").read_text()), indent=1
-        )
-        + "\n"
-    )
+    document = yaml.safe_load((ROOT / "deploy" / name).read_text())
+    return json.dumps(document, indent=1) + "\n"
 
 
 def nodes_text() -> str:
@@ -158,18 +160,24 @@ def sharding_text(name: str, layouts: Sequence[MeshConfig]) -> str:
     return "\n".join(parts)
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Writes the files, and removes those of configs that are gone."""
     wanted = {name: text(name) for name in NAMES}
     wanted[SIZES] = nodes_text()
+    with tempfile.TemporaryDirectory() as folder:
+        lines = promise.written_lines(Path(folder))
+    wanted[promise.WRITTEN] = "\n".join(lines) + "\n"
     for file in FOLDER.rglob("*.*"):
-        if file.relative_to(FOLDER).as_posix() not in wanted:
+        if file.relative_to(FOLDER).as_posix() not in {*wanted, *OTHERS}:
             file.unlink()
     for name, words in wanted.items():
         path = FOLDER / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(words)
+    if "--release" in arguments:
+        (FOLDER / promise.RELEASED).write_text(promise.released_text())
+        released_run.make(".".join(map(str, promise.minor(promise.version()))))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
