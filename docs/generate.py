@@ -212,7 +212,6 @@ API_INTRODUCTION = f"""# Python API
 These names are public: [versions](../project/versions.md) says how they may change.
 [Use it as a library](../how-to/library.md) has examples.
 """
-OPS = ("attention", "cross_entropy", "embedding", "experts", "matmul")
 
 
 def api_page() -> str:
@@ -228,28 +227,23 @@ def api_page() -> str:
         module = value.__module__.removeprefix("jaxdist.")
         lines += entry(f"jaxdist.{name}", package[f"{module}.{value.__name__}"])
     lines += ["## jaxdist.ops", "", "Functions of arrays for models of your own.", ""]
-    for op in OPS:
-        module = importlib.import_module(f"jaxdist.ops.{op}")
-        for name in public_names(module):
-            value = getattr(module, name)
+    for module, names in promised_ops().items():
+        found = importlib.import_module(f"jaxdist.ops.{module}")
+        for name in names:
+            value = getattr(found, name)
             place = value.__module__.removeprefix("jaxdist.")
-            lines += entry(f"jaxdist.ops.{op}.{name}", package[f"{place}.{name}"])
+            lines += entry(f"jaxdist.ops.{module}.{name}", package[f"{place}.{name}"])
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
 
 
-def public_names(module: object) -> list[str]:
-    """Lists a module's public functions and classes, in the order of their names."""
-    declared = getattr(module, "__all__", None)
-    names = declared or [n for n in vars(module) if not n.startswith("_")]
-    return sorted(
-        name
-        for name in names
-        if (
-            inspect.isfunction(vars(module)[name])
-            or inspect.isclass(vars(module)[name])
-        )
-        and (declared or vars(module)[name].__module__ == module.__name__)
-    )
+def promised_ops() -> dict[str, list[str]]:
+    """Reads the public names of each module of ops from the page of versions."""
+    page = (DOCS / "project" / "versions.md").read_text()
+    section = page.partition("### Ops\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (`.*`) \|$", section, re.MULTILINE)
+    if not rows:
+        raise SystemExit("docs/project/versions.md lists no ops")
+    return {module: re.findall(r"`(\w+)`", names) for module, names in rows}
 
 
 def entry(name: str, found: griffe.Object | griffe.Alias) -> list[str]:
