@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -219,6 +220,7 @@ def test_the_lines_of_a_dockerfile_run(image, dist, tmp_path):
     plugins = {"cuda": "jax_cuda13_plugin", "tpu": "libtpu"}
     for other, package in plugins.items():
         assert (site / "site-packages" / package).exists() == (other == image)
+    shutil.rmtree(tmp_path / "base")  # gigabytes of GPU libraries
 
 
 def in_image(

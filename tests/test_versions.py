@@ -12,6 +12,7 @@ import yaml
 import jaxdist
 from jaxdist import load_run
 from jaxdist.checkpoint import __main__ as checkpoint
+from jaxdist.storage import run_format
 from support import promise, released_run
 from support.paths import DOCS, GOLDEN, ROOT
 from support.runs import losses
@@ -207,6 +208,10 @@ def released(tmp_path):
 
 
 def test_a_run_of_the_released_version_resumes(released):
+    version, lines = promise.released()
+    if f"format files {run_format.FORMAT}" not in lines:
+        assert promise.minor(version) < promise.minor(promise.version())
+        pytest.skip("a new minor version with another format: test_other_version.py")
     expected = json.loads((released / released_run.LOSSES).read_text())
     assert sorted(map(int, expected)) == [5, 6, 7, 8]
     assert not losses(released / "run").keys() & {5, 6, 7, 8}
@@ -218,6 +223,8 @@ def test_a_run_of_the_released_version_resumes(released):
 
 
 def test_a_run_of_the_released_version_is_read(released, capsys):
+    if f"format files {run_format.FORMAT}" not in promise.released()[1]:
+        pytest.skip("a new minor version with another format: test_other_version.py")
     assert checkpoint.main(["verify", str(released / "run")]) == 0
     run = load_run(released / "run", log=lambda line: None)
     assert run.config.train.steps == released_run.STEPS

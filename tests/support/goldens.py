@@ -175,8 +175,21 @@ def main(arguments: Sequence[str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(words)
     if "--release" in arguments:
-        (FOLDER / promise.RELEASED).write_text(promise.released_text())
-        released_run.make(".".join(map(str, promise.minor(promise.version()))))
+        write_release()
+
+
+def write_release() -> None:
+    """Pins what this version promises, if it keeps what the last minor one promised."""
+    version = promise.version()
+    old, lines = promise.released()
+    if promise.minor(old) < promise.minor(version):
+        changelog = (ROOT / "CHANGELOG.md").read_text()
+        now = (version, promise.promised())
+        broken = promise.breaks((old, lines), now, changelog)
+        if broken:
+            raise SystemExit("\n".join(broken))
+    (FOLDER / promise.RELEASED).write_text(promise.released_text())
+    released_run.make(".".join(map(str, promise.minor(version))))
 
 
 if __name__ == "__main__":

@@ -280,7 +280,7 @@ def _output(name: str, words: Sequence[str]) -> Any:
 
 def _keys(value: Any, levels: int = _LEVELS) -> Iterator[str]:
     """Yields the paths of a JSON value's keys, `a`, `a.b` and `a[].b`."""
-    found = {}
+    found: dict[str, None] = {}
     for key, item in value.items():
         found[key] = None
         mark, objects = "", [item]
