@@ -51,9 +51,9 @@ def open_tokenizer(
             end_ids=chats.end_ids,
             chat_template=chats.template.source if chats.template else "",
         )
-    # A tokenizer without a file (bytes) only has settings to keep.
-    is_new = not is_kept if loaded.content else settings != loaded.config
-    if folder and is_new:
+    # A start that failed may have kept the tokenizer without today's template.
+    is_new = bool(loaded.content) and not is_kept
+    if folder and (is_new or settings != loaded.config):
         _write_files(folder, loaded, settings)
     return loaded, encoder
 

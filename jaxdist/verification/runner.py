@@ -306,7 +306,7 @@ def _compile_ahead(
 def _select_layouts(
     run: RunConfig, num_devices: int, only: str, given: UserInputs
 ) -> dict[str, cases.Overrides]:
-    """Selects the layouts whose name contains `only`.
+    """Selects the layouts whose name contains `only`, with its axes in any order.
 
     Raises:
       ConfigError: there are none, or there is only one device.
@@ -315,12 +315,21 @@ def _select_layouts(
     if given.build is not None:
         spec = compose.model_spec(run, given.build)
     known = cases.layouts_for(run, num_devices, spec)
-    selected = {name: overrides for name, overrides in known.items() if only in name}
-    if not selected or num_devices < 2:
+    if num_devices < 2:
         raise ConfigError(
-            f"no layout to compare with one device ({num_devices} devices, "
-            f"only={only!r}); layouts here: {'; '.join(known)}; "
-            "emulate more devices with JAX_PLATFORMS=cpu and --devices 8"
+            "there is one device, and layouts need two: emulate more with "
+            "JAX_PLATFORMS=cpu and --devices 8"
+        )
+    parts = only.split(" x ")
+    selected = {
+        name: overrides
+        for name, overrides in known.items()
+        if all(part in name for part in parts)
+    }
+    if not selected:
+        raise ConfigError(
+            f"no layout of {num_devices} devices has {only!r} in its name; "
+            f"layouts here: {'; '.join(known)}"
         )
     return selected
 

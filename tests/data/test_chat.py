@@ -323,6 +323,19 @@ def test_the_cache_knows_template_and_format(tmp_path):
     assert stop in load_tokenizer("bpe:300", folder=tmp_path / "run").end_ids
 
 
+def test_a_start_without_a_template_does_not_hide_the_next_one(tmp_path):
+    (tmp_path / "mine.jinja").write_text(HEADERS)
+    mine = options_of(tmp_path, chat_template=str(tmp_path / "mine.jinja"))
+    without = dataclasses.replace(mine, chat_template="")
+    run = tmp_path / "run"
+    with pytest.raises(ConfigError, match="set data.chat_template=FILE.jinja"):
+        open_dataset(without, sequence_length=64, folder=run, log=print)
+    assert (run / "tokenizer.json").is_file()
+    assert not (run / "chat_template.jinja").exists()
+    open_dataset(mine, sequence_length=64, folder=run, log=print)
+    assert (run / "chat_template.jinja").read_text() == HEADERS
+
+
 def test_bytes_can_chat(tmp_path):
     source = "{% for m in messages %}\x02{{ m.role }}\n{{ m.content }}\x03{% endfor %}"
     source += "{% if add_generation_prompt %}\x02assistant\n{% endif %}"

@@ -17,7 +17,7 @@ from jaxdist import convert, evaluate, generate
 from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
-from jaxdist.data import bpe
+from jaxdist.data import DataConfig, bpe
 from jaxdist.evaluation import layout, loading, trained_run
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.inference.logits import LogitsFunction
@@ -508,6 +508,19 @@ def test_evaluate_prints_json(trained, command):
     strange = trained_run.HeldOut(1, math.nan, 2, math.inf, None, None)
     assert json.loads(evaluate._as_json(strange._asdict()))["perplexity"] is None
     assert "perplexity inf" in evaluate._as_text(strange)
+
+
+def test_a_loss_on_the_default_corpus_is_named(trained, command, alone, monkeypatch):
+    _, _, err = command(evaluate.main, "--workdir", trained[0])
+    assert "warning" not in err
+    data = DataConfig(tokenizer=alone.config.data.tokenizer)  # of a converted model
+    config = dataclasses.replace(alone.config, data=data)
+    converted = dataclasses.replace(alone, config=config)
+    monkeypatch.setattr(loading, "load_run", lambda **_: converted)
+    found = trained_run.HeldOut(1, 1.0, 2, math.e, None, None)
+    monkeypatch.setattr(trained_run.TrainedRun, "evaluate", lambda *_, **__: found)
+    _, _, err = command(evaluate.main, "--workdir", trained[0])
+    assert "this is the loss on Python's standard library" in err
 
 
 def test_what_cannot_be_is_told_with_its_exit_code(trained, tmp_path, command):

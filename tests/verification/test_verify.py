@@ -644,6 +644,18 @@ def test_errors_name_the_cure(capsys, words, said):
     assert said in err
 
 
+def test_a_layout_is_named_with_its_axes_in_any_order():
+    run = quickstart()
+    known = runner.cases.layouts_for(run, 8, None)
+    given = runner.UserInputs()
+    for only in ("tensor 2 x fsdp 4", "fsdp 4 x tensor 2"):
+        selected = runner._select_layouts(run, 8, only, given)
+        assert set(selected) == {n for n in known if "tensor 2 x fsdp 4" in n}
+        assert selected
+    with pytest.raises(ConfigError, match="there is one device, and layouts need two"):
+        runner._select_layouts(run, 1, "", given)
+
+
 def test_layouts_that_cannot_be_are_named():
     run = quickstart(**{"mesh.tensor": 16, "mesh.data": 1})
     with pytest.raises(ConfigError, match="own: tensor 16 is illegal"):
