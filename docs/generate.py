@@ -197,9 +197,14 @@ def help_of(name: str, arguments: list[str]) -> str:
         mock.patch.dict(os.environ, {"COLUMNS": "90", "NO_COLOR": "1"}),
         contextlib.redirect_stdout(written),
         warnings.catch_warnings(action="ignore"),  # the module is imported already
-        contextlib.suppress(SystemExit),
     ):
-        runpy.run_module(f"jaxdist.{name}", run_name="__main__", alter_sys=True)
+        try:
+            runpy.run_module(f"jaxdist.{name}", run_name="__main__", alter_sys=True)
+        except SystemExit as ended:
+            if ended.code:
+                raise RuntimeError(
+                    f"jaxdist {name} --help: exit code {ended.code}"
+                ) from None
     return written.getvalue().strip()
 
 

@@ -128,7 +128,7 @@ def blocks_of(page: str) -> Iterator[Block]:
         inside = bool(fence)
         if mark and not fence:
             fence = mark[1]
-        elif mark and bare == fence:
+        elif mark and bare == mark[1] and len(bare) >= len(fence):
             fence = ""
         is_item = re.match(r"([-*+]|\d+\.)\s+|>|!!!|===|\?\?\?", bare)
         alone = not bare or bool(mark) or inside or bare.startswith(("#", "|"))

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 
 from jaxdist.config import ConfigError, extras
-from jaxdist.data import DataConfig
 from jaxdist.data.sources import npz
 from jaxdist.evaluation import held_out_set, loading
 from jaxdist.evaluation.trained_run import Watch
@@ -73,9 +72,9 @@ def _score_held_out(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
     data = None
     if flags.data:
         data, *_ = npz.read(flags.data, "--data")
-    elif run.config.data == DataConfig(tokenizer=run.config.data.tokenizer):
+    elif run.config.data.source == "stdlib" and int(run.state.step) == 0:
         print(
-            f"warning: {flags.workdir} names no data of its own, so this is the loss on Python's "
+            f"warning: {flags.workdir} was not trained and names no data, so this is the loss on Python's "
             f"standard library. Score tasks with --tasks, or arrays with --data.",
             file=sys.stderr,
         )

@@ -51,7 +51,7 @@ def open_tokenizer(
             end_ids=chats.end_ids,
             chat_template=chats.template.source if chats.template else "",
         )
-    # A start that failed may have kept the tokenizer without today's template.
+    # A start that failed may have kept the tokenizer without data.chat_template.
     is_new = bool(loaded.content) and not is_kept
     if folder and (is_new or settings != loaded.config):
         _write_files(folder, loaded, settings)

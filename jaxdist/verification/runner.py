@@ -306,7 +306,7 @@ def _compile_ahead(
 def _select_layouts(
     run: RunConfig, num_devices: int, only: str, given: UserInputs
 ) -> dict[str, cases.Overrides]:
-    """Selects the layouts whose name contains `only`, with its axes in any order.
+    """Selects the layouts whose name contains `only`, or is it with axes in another order.
 
     Raises:
       ConfigError: there are none, or there is only one device.
@@ -317,14 +317,13 @@ def _select_layouts(
     known = cases.layouts_for(run, num_devices, spec)
     if num_devices < 2:
         raise ConfigError(
-            "there is one device, and layouts need two: emulate more with "
-            "JAX_PLATFORMS=cpu and --devices 8"
+            "there is one device, and layouts need two: emulate more on a CPU, with "
+            "JAX_PLATFORMS=cpu and XLA_FLAGS=--xla_force_host_platform_device_count=8"
         )
-    parts = only.split(" x ")
     selected = {
         name: overrides
         for name, overrides in known.items()
-        if all(part in name for part in parts)
+        if only in name or _in_one_order(only) == _in_one_order(name)
     }
     if not selected:
         raise ConfigError(
@@ -332,6 +331,12 @@ def _select_layouts(
             f"layouts here: {'; '.join(known)}"
         )
     return selected
+
+
+def _in_one_order(name: str) -> str:
+    """Sorts the axes in the name of a layout: "fsdp 4 x tensor 2, zero 1"."""
+    axes, comma, note = name.partition(", ")
+    return " x ".join(sorted(axes.split(" x "))) + comma + note
 
 
 def _depth(run: RunConfig, layouts: Mapping[str, cases.Overrides]) -> int:

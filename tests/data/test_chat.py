@@ -325,9 +325,7 @@ def test_the_cache_knows_template_and_format(tmp_path):
 
 def test_a_start_without_a_template_does_not_hide_the_next_one(tmp_path):
     (tmp_path / "mine.jinja").write_text(HEADERS)
-    mine = options_of(
-        tmp_path, template="", chat_template=str(tmp_path / "mine.jinja")
-    )
+    mine = options_of(tmp_path, template="", chat_template=str(tmp_path / "mine.jinja"))
     without = dataclasses.replace(mine, chat_template="")
     run = tmp_path / "run"
     with pytest.raises(ConfigError, match="set data.chat_template=FILE.jinja"):

@@ -37,10 +37,13 @@ def blocks(name: str) -> list[CodeBlock]:
 
 
 @functools.cache
-def help_of(command: str) -> str:
+def flags_of(command: str) -> frozenset[str]:
     script = runpy.run_path(str(ROOT / "docs/generate.py"))
-    more = [script["help_of"](command, a) for a in script["subcommands"](command)]
-    return "\n".join([script["help_of"](command, []), *more])
+    helps = [
+        script["help_of"](command, arguments)
+        for arguments in ([], *script["subcommands"](command))
+    ]
+    return frozenset(re.findall(r"(?<![\w-])--[\w-]+", "\n".join(helps)))
 
 
 @functools.cache
@@ -49,26 +52,30 @@ def known_keys() -> frozenset[str]:
 
 
 def faults_of_command(line: str) -> list[str]:
-    """Returns what a command line names that does not exist."""
-    found = re.search(
-        r"(?:^|[\s;&|(])(?:python\d? -m jaxdist\.|jaxdist )(\w+)(?P<rest>[^;&|]*)", line
-    )
-    if not found or "pip" in line.split():
-        return []
-    command = found[1]
+    """Returns what the jaxdist commands of a line name that does not exist."""
+    starts = r"(?:^|[\s;&|(])(?:\S*python\d? -m jaxdist\.|\S*/jaxdist |jaxdist )(\w+)"
+    found = list(re.finditer(starts, line))
+    faults = []
+    for one, later in zip(found, [*found, None][1:], strict=True):
+        rest = line[one.end() : later.start() if later else None]
+        faults += faults_of_one(one[1], re.split(r" --(?= |$)|[;&|]", rest)[0])
+    return faults
+
+
+def faults_of_one(command: str, rest: str) -> list[str]:
     if command not in COMMANDS:
         return [f"no command {command}"]
-    own, _, inner = found["rest"].partition(" -- ")
-    faults = faults_of_command(inner)
-    for word in shlex.split(own, comments=True):
+    faults = []
+    for word in shlex.split(rest, comments=True):
         flag = word.partition("=")[0]
         if flag.startswith("--config."):
             key = flag.removeprefix("--config.")
-            if key not in known_keys() and not key.startswith("model."):
+            own = "model.target" in rest or "init.from" in rest
+            if key not in known_keys() and not (own and key.startswith("model.")):
                 faults.append(f"no key {key}")
-        elif flag.startswith("--") and flag not in help_of(command):
+        elif flag.startswith("--") and flag not in flags_of(command):
             faults.append(f"{command} has no {flag}")
-    for name in re.findall(r"--config ([a-z]\w+)(?=[:\s]|$)", own):
+    for name in re.findall(r"--config ([a-z]\w+)(?=[:\s]|$)", rest):
         if name not in CONFIGS:
             faults.append(f"no config {name}")
     return faults
@@ -77,7 +84,9 @@ def faults_of_command(line: str) -> list[str]:
 def test_a_fault_in_a_command_is_found():
     assert faults_of_command("jaxdist train --config quickstart --dry-run") == []
     assert faults_of_command("python -m jaxdist.trian") == ["no command trian"]
-    assert faults_of_command("jaxdist train --dryrun") == ["train has no --dryrun"]
+    assert faults_of_command("jaxdist train --dry") == ["train has no --dry"]
+    line = "pip install x && .venv/bin/python -m jaxdist.train --confg x; jaxdist pln"
+    assert faults_of_command(line) == ["train has no --confg", "no command pln"]
     line = "jaxdist launch --processes 2 -- jaxdist train --config.mesh.x=2"
     assert faults_of_command(line) == ["no key mesh.x"]
     assert faults_of_command("jaxdist plan --config quickstrt") == [
@@ -87,7 +96,9 @@ def test_a_fault_in_a_command_is_found():
 
 def test_output_is_compared():
     printed = "step 10 loss 5.1\nrest\nsaved in runs/a\n"
-    assert matches("step 20 loss 4.75\n...\nsaved in ...", printed)
+    assert matches("step 10 loss 4.75\n...\nsaved in ...", printed)
+    assert not matches("step 20 loss 4.75", printed)
+    assert not matches("step 10 loss 5", printed)
     assert matches("rest", printed)
     assert not matches("step 10 loss\nrest", printed)
     assert not matches("saved in runs/b", printed)

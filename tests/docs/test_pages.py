@@ -38,7 +38,7 @@ FOR_CONTRIBUTORS = [
 TEXT = {".py", ".md", ".toml", ".yaml", ".sh", ".ipynb", ".css", ".js", ".txt", ""}
 # Notes that people wrote beside the project: a reader of a clone does not have them.
 ELSEWHERE = re.compile(
-    r"\bDESIGN\b|\bHOUSE\b|\bSTYLE\.md|\bfacts/\w|\b[Ii]ssues? [0-9]"
+    r"\bDESIGN\b|\bHOUSE\b|\bSTYLE\.md|\bPROSE\.md|\bfacts/\w|\b[Ii]ssues? [0-9]"
 )
 
 
@@ -204,7 +204,7 @@ def test_pages_and_messages_install_from_a_clone():
         if file.is_file() and wrong.search(file.read_text(errors="replace"))
     }
     assert named == {"extras.py", "test_extras.py"}
-    assert 'pip install -e ".[hf]"' in (ROOT / "README.md").read_text()
+    assert 'pip install -e ".[text]"' in (ROOT / "README.md").read_text()
 
 
 def test_each_name_in_the_lists_of_fast_tests_is_one_of_a_test(pytestconfig):

@@ -17,7 +17,7 @@ from jaxdist import convert, evaluate, generate
 from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.config import ConfigError
-from jaxdist.data import DataConfig, bpe
+from jaxdist.data import bpe
 from jaxdist.evaluation import layout, loading, trained_run
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.inference.logits import LogitsFunction
@@ -513,9 +513,10 @@ def test_evaluate_prints_json(trained, command):
 def test_a_loss_on_the_default_corpus_is_named(trained, command, alone, monkeypatch):
     _, _, err = command(evaluate.main, "--workdir", trained[0])
     assert "warning" not in err
-    data = DataConfig(tokenizer=alone.config.data.tokenizer)  # of a converted model
+    data = dataclasses.replace(alone.config.data, source="stdlib")
     config = dataclasses.replace(alone.config, data=data)
-    converted = dataclasses.replace(alone, config=config)
+    state = alone.state._replace(step=np.int32(0))  # of a converted model
+    converted = dataclasses.replace(alone, config=config, state=state)
     monkeypatch.setattr(loading, "load_run", lambda **_: converted)
     found = trained_run.HeldOut(1, 1.0, 2, math.e, None, None)
     monkeypatch.setattr(trained_run.TrainedRun, "evaluate", lambda *_, **__: found)

@@ -181,6 +181,10 @@ def main(arguments: Sequence[str]) -> None:
 def write_release() -> None:
     """Pins what this version promises, if it keeps what the last minor one promised."""
     version = promise.version()
+    if not version.endswith(".0"):
+        raise SystemExit(
+            f"{version} is a patch, which keeps the promise of its minor release"
+        )
     old, lines = promise.released()
     if promise.minor(old) < promise.minor(version):
         changelog = (ROOT / "CHANGELOG.md").read_text()

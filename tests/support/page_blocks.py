@@ -2,8 +2,8 @@
 
 A page's blocks run in order in one folder. `python` blocks share one namespace. `bash`
 and `console` blocks run with `--config NAME` as `NAME:tiny`, if NAME has that form. A `console` block shows
-commands after `$`, and their output: `...` stands for any text, a number for any
-number, and a line `...` for any lines. `<!-- setup: python` or `bash` begins a block
+commands after `$`, and consecutive lines of their output. `...` stands for any text, a
+number with a fraction for any such number, and a line `...` for any lines. `<!-- setup: python` or `bash` begins a block
 that readers do not see. `sh` blocks need hardware, network or hours: they do not run.
 """
 
@@ -21,7 +21,8 @@ FILES = sorted((ROOT / "configs").glob("*.py"))
 CONFIGS = {file.stem for file in FILES}
 WITH_TINY = {file.stem for file in FILES if "sized(" in file.read_text()}
 LANGUAGES = {"python", "bash", "console", "sh", "text", "json", "yaml", "toml"}
-NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
+# Measured numbers have a fraction or an exponent; counts are compared as they are.
+NUMBER = r"[-+]?\d[\d,]*\.\d+(?:e[-+]?\d+)?|\d+e[-+]?\d+"
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,8 @@ def run_page(page: str, name: str, folder: Path) -> None:
             run_shell("\n".join(commands_in(block)), folder)
         elif block.language == "console":
             for command, shown in console_steps(block.code):
-                # What is shown may be an error, or tell of damage.
-                printed = run_shell(command, folder, may_fail=bool(shown.strip()))
+                fails = re.search(r"^error: ", shown, re.MULTILINE) is not None
+                printed = run_shell(command, folder, may_fail=fails)
                 assert matches(shown, printed), f"{where}: $ {command}\n{printed}"
 
 

@@ -650,8 +650,11 @@ def test_a_layout_is_named_with_its_axes_in_any_order():
     given = runner.UserInputs()
     for only in ("tensor 2 x fsdp 4", "fsdp 4 x tensor 2"):
         selected = runner._select_layouts(run, 8, only, given)
-        assert set(selected) == {n for n in known if "tensor 2 x fsdp 4" in n}
-        assert selected
+        assert "tensor 2 x fsdp 4" in selected
+    swapped = "fsdp 4 x tensor 2, sequence parallel"
+    (selected,) = runner._select_layouts(run, 8, swapped, given)
+    assert selected == "tensor 2 x fsdp 4, sequence parallel"
+    assert selected in known
     with pytest.raises(ConfigError, match="there is one device, and layouts need two"):
         runner._select_layouts(run, 1, "", given)
 
