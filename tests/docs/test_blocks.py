@@ -70,7 +70,7 @@ def faults_of_one(command: str, rest: str) -> list[str]:
         flag = word.partition("=")[0]
         if flag.startswith("--config."):
             key = flag.removeprefix("--config.")
-            own = "model.target" in rest or "init.from" in rest
+            own = any(t in rest for t in ("model.target", "init.from", "vit_digits"))
             if key not in known_keys() and not (own and key.startswith("model.")):
                 faults.append(f"no key {key}")
         elif flag.startswith("--") and flag not in flags_of(command):
