@@ -18,7 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.checkpoint import fingerprint, folders, integrity, state_dict
+from jaxdist.checkpoint import (
+    fingerprint,
+    folders,
+    integrity,
+    orbax_backend,
+    state_dict,
+)
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.checkpoint.manager import CheckpointManager
@@ -102,6 +108,25 @@ def test_state_and_metadata_are_one_unit_readable_without_a_device(tmp_path):
     assert info.metadata == {"data": 1}
     assert info.arrays == state_dict.describe(state_dict.to_canonical(states[1]))
     assert names(tmp_path) == ["1"]
+
+
+def test_a_step_is_sealed_after_its_last_write(tmp_path, monkeypatch):
+    """A step that is sealed too early is seldom wrong, so the order is observed."""
+    order = []
+    finish, seal = orbax_backend.OrbaxBackend.finish, integrity.seal
+
+    def observed_finish(backend):
+        finish(backend)
+        order.append("written")
+
+    def observed_seal(*arguments, **options):
+        order.append("sealed")
+        seal(*arguments, **options)
+
+    monkeypatch.setattr(orbax_backend.OrbaxBackend, "finish", observed_finish)
+    monkeypatch.setattr(integrity, "seal", observed_seal)
+    saved(tmp_path, [1, 2])
+    assert order == ["written", "sealed"] * 2
 
 
 def test_imports_stay_light():
