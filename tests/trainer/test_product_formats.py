@@ -62,7 +62,7 @@ def test_a_table_says_which_kernels_and_why_not_the_others():
     first, speed = product_formats.lines(
         run, spec, H100, partial(compose.batch_shapes, run, 1)
     )
-    assert "% of the forward products' FLOPs" in first
+    assert "% of the forward matmuls' FLOPs" in first
     assert "attention/key, blocks/attention/value" in first
     assert "1978.9 TFLOP/s" in speed
     assert "989.4" in speed
