@@ -168,7 +168,9 @@ def test_a_layout_that_differs_stops_the_run_with_the_table(untrained, tmp_path)
 def test_what_cannot_be_verified_is_refused(untrained, monkeypatch):
     with pytest.raises(ConfigError, match="verify: there is one device, and layouts"):
         fit(verify=True, devices=jax.devices()[:1])
-    with pytest.raises(ConfigError, match="has 'fspd' in its name; layouts here: data 2; fsdp 2"):
+    with pytest.raises(
+        ConfigError, match="has 'fspd' in its name; layouts here: data 2; fsdp 2"
+    ):
         fit(verify="fspd", **TWO)
     with pytest.raises(ConfigError, match="mesh"):
         fit(verify=True, mesh={"fsdp": 3}, **TWO)

@@ -357,7 +357,9 @@ def check_run(workdir: Path, done, kind: str, *, process: int) -> None:
     assert {event["process"] for event in hangs} == {process}
     hang = hangs[0]
     print(kind, {k: v for k, v in hang.items() if k != "stacks"})
-    assert hang["at_step"] in (4, 5, 6)
+    # Batch 5 hangs. Small batches are made in groups, so the loop may also miss those that
+    # were made before it in the same group: it hangs at any step up to that one.
+    assert hang["at_step"] in range(1, 7)
     assert hang["step"] < 6
     assert "the_culprit" in hang["stacks"]
     assert "the_culprit" in done.stdout + done.stderr
