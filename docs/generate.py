@@ -16,10 +16,12 @@ import functools
 import importlib
 import inspect
 import io
+import json
 import os
 import posixpath
 import re
 import runpy
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -189,7 +191,38 @@ def subcommands(name: str) -> list[list[str]]:
 
 
 def help_of(name: str, arguments: list[str]) -> str:
-    """Prints a command's help, 88 columns wide, as a terminal shows it."""
+    """Looks up a command's help, 88 columns wide, as a terminal shows it."""
+    return all_helps()[" ".join([name, *arguments])]
+
+
+@functools.cache
+def all_helps() -> dict[str, str]:
+    """Prints the help of all commands in a process of its own.
+
+    A command replaces handlers of signals as it is imported.
+    """
+    done = subprocess.run(
+        [sys.executable, str(DOCS / "generate.py"), "--helps"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    helps: dict[str, str] = json.loads(done.stdout)
+    return helps
+
+
+def print_helps() -> None:
+    """Prints the help of all commands as one JSON object."""
+    helps = {
+        " ".join([name, *arguments]): printed_help(name, arguments)
+        for name in COMMANDS
+        for arguments in ([], *subcommands(name))
+    }
+    print(json.dumps(helps))
+
+
+def printed_help(name: str, arguments: list[str]) -> str:
+    """Runs a command with `--help` here, and returns what it prints."""
     written = io.StringIO()
     command = ["jaxdist", *arguments, "--help"]
     with (
@@ -443,6 +476,8 @@ def table_row(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1:] == ["--helps"]:
+    print_helps()
+elif __name__ == "__main__":
     for name, page in pages().items():
         (DOCS / name).write_text(page)
