@@ -16,14 +16,10 @@ import functools
 import importlib
 import inspect
 import io
-import json
 import os
 import posixpath
 import re
-import runpy
-import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -191,54 +187,20 @@ def subcommands(name: str) -> list[list[str]]:
 
 
 def help_of(name: str, arguments: list[str]) -> str:
-    """Looks up a command's help, 88 columns wide, as a terminal shows it."""
-    return all_helps()[" ".join([name, *arguments])]
-
-
-@functools.cache
-def all_helps() -> dict[str, str]:
-    """Prints the help of all commands in a process of its own.
-
-    A command replaces handlers of signals as it is imported.
-    """
-    done = subprocess.run(
-        [sys.executable, str(DOCS / "generate.py"), "--helps"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    helps: dict[str, str] = json.loads(done.stdout)
-    return helps
-
-
-def print_helps() -> None:
-    """Prints the help of all commands as one JSON object."""
-    helps = {
-        " ".join([name, *arguments]): printed_help(name, arguments)
-        for name in COMMANDS
-        for arguments in ([], *subcommands(name))
-    }
-    print(json.dumps(helps))
-
-
-def printed_help(name: str, arguments: list[str]) -> str:
-    """Runs a command with `--help` here, and returns what it prints."""
+    """Prints a command's help, 88 columns wide, as a terminal shows it."""
+    module = "checkpoint.__main__" if name == "checkpoint" else name
+    command = importlib.import_module(f"jaxdist.{module}")
     written = io.StringIO()
-    command = ["jaxdist", *arguments, "--help"]
     with (
-        mock.patch.object(sys, "argv", command),
         mock.patch.dict(os.environ, {"COLUMNS": "90", "NO_COLOR": "1"}),
         contextlib.redirect_stdout(written),
-        warnings.catch_warnings(action="ignore"),  # the module is imported already
+        contextlib.suppress(SystemExit),
     ):
-        try:
-            runpy.run_module(f"jaxdist.{name}", run_name="__main__", alter_sys=True)
-        except SystemExit as ended:
-            if ended.code:
-                raise RuntimeError(
-                    f"jaxdist {name} --help: exit code {ended.code}"
-                ) from None
-    return written.getvalue().strip()
+        command.main([*arguments, "--help"])
+    shown = written.getvalue().strip()
+    if not shown.startswith(f"usage: jaxdist {name}"):
+        raise RuntimeError(f"jaxdist {name} --help printed {shown!r}")
+    return shown
 
 
 # --- Python API -----------------------------------------------------------------------
@@ -476,8 +438,6 @@ def table_row(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-if __name__ == "__main__" and sys.argv[1:] == ["--helps"]:
-    print_helps()
-elif __name__ == "__main__":
+if __name__ == "__main__":
     for name, page in pages().items():
         (DOCS / name).write_text(page)

@@ -58,9 +58,6 @@ BANNED = {
     "no longer": "nothing: history is for the changelog",
     "ours": "jaxdist's",
     "a sign of life": "progress",
-    "begins anew": "restarts",
-    "to be told": "the argument that is needed",
-    "holds against": "compares with",
 }
 BANNED_WORDS = re.compile(rf"\b({'|'.join(BANNED)})\b", re.IGNORECASE)
 _MONTH = "January|February|March|April|May|June|July|August|September|October|November|December"

@@ -74,8 +74,9 @@ def _score_held_out(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
         data, *_ = npz.read(flags.data, "--data")
     elif run.config.data.source == "stdlib" and int(run.state.step) == 0:
         print(
-            f"warning: {flags.workdir} was not trained and names no data, so this is the loss on Python's "
-            f"standard library. Score tasks with --tasks, or arrays with --data.",
+            f"warning: {flags.workdir} was not trained and names no data, so this is the "
+            "loss on Python's standard library. Score tasks with --tasks, or arrays with "
+            "--data.",
             file=sys.stderr,
         )
     held_out = run.evaluate(

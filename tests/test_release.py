@@ -112,7 +112,7 @@ def test_jobsets_name_an_image_that_has_a_dockerfile():
         text = (ROOT / "deploy" / name).read_text()
         assert f"image: REGISTRY/jaxdist:{image}\n" in text
         assert f"deploy/{dockerfile(image).name}" in text
-        assert f"{{runAsUser: {1000}, runAsGroup: {1000}, fsGroup: {1000}}}" in text
+        assert "{runAsUser: 1000, runAsGroup: 1000, fsGroup: 1000}" in text
 
 
 # --- the script, run ------------------------------------------------------------------

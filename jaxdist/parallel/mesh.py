@@ -72,8 +72,9 @@ class MeshConfig:
     zero: SearchedInt = 3
     # whether tensor also splits the sequence of the residual stream
     sequence_parallel: Annotated[bool, Searched()] = False
-    # sums of gradients over data in a step; at zero 0 and 1 also over fsdp. each = one
-    # for each part of the batch; auto = once if the model's loss is a sum over samples
+    # how often a step sums gradients over data, and over fsdp at zero 0 and 1. once =
+    # at its end; each = for each part of the batch; auto = once if the model's loss is
+    # a sum over samples
     reduce: Literal["auto", "each", "once"] = "auto"
 
 

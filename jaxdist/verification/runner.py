@@ -317,8 +317,8 @@ def _select_layouts(
     known = cases.layouts_for(run, num_devices, spec)
     if num_devices < 2:
         raise ConfigError(
-            "there is one device, and layouts need two: emulate more on a CPU, with "
-            "JAX_PLATFORMS=cpu and XLA_FLAGS=--xla_force_host_platform_device_count=8"
+            "there is one device, and layouts need two: set JAX_PLATFORMS=cpu, and "
+            "`verify` emulates them"
         )
     selected = {
         name: overrides

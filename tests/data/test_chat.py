@@ -334,6 +334,9 @@ def test_a_start_without_a_template_does_not_hide_the_next_one(tmp_path):
     assert not (run / "chat_template.jinja").exists()
     open_dataset(mine, sequence_length=64, folder=run, log=print)
     assert (run / "chat_template.jinja").read_text() == HEADERS
+    written = (run / "chat_template.jinja").stat().st_mtime_ns
+    open_dataset(mine, sequence_length=64, folder=run, log=print)
+    assert (run / "chat_template.jinja").stat().st_mtime_ns == written
 
 
 def test_bytes_can_chat(tmp_path):

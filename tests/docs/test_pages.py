@@ -151,6 +151,19 @@ def test_links_lead_somewhere(page):
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
+def test_pages_that_the_code_names_exist():
+    """Messages, help and comments send a reader to them."""
+    places = [ROOT / "jaxdist", ROOT / "examples", ROOT / "deploy", ROOT / "configs"]
+    named = {
+        (file.relative_to(ROOT).as_posix(), page)
+        for file in files_of_the_project()
+        if any(place in file.parents for place in places)
+        for page in re.findall(r"(?<![\w/])docs/[\w/-]+\.md", file.read_text())
+    } - {("jaxdist/hardware/published.py", "docs/reference/models/tiering.md")}
+    assert len(named) > 20
+    assert not [place for place in named if not (ROOT / place[1]).is_file()]
+
+
 # page of docs -> the table whose names it explains
 EXPLAINED = {
     "how-to/watch-and-log.md": known.LOGGERS,

@@ -11,12 +11,14 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from jaxdist.checkpoint import integrity
 from support.paths import DATA
 from support.runs import SMALL_MODEL, losses, stopping_after, train_here
 
 FOLDER = DATA / "released"
 LOSSES = "losses.json"
 TEXT = "text.txt"
+CACHE = "cache"
 STOP, STEPS = 4, 8
 
 
@@ -40,6 +42,8 @@ def make(minor: str) -> None:
     for key in ("command", "environment", "hosts", "source"):
         document.pop(key, None)
     described.write_text(json.dumps(document, indent=1) + "\n")
+    without_paths(run / "checkpoints")
+    shutil.rmtree(folder / CACHE)
     with tempfile.TemporaryDirectory() as elsewhere:
         again = shutil.copytree(folder, Path(elsewhere) / minor)
         assert train(again) == 0
@@ -47,11 +51,20 @@ def make(minor: str) -> None:
     (folder / LOSSES).write_text(json.dumps(ahead, indent=1) + "\n")
 
 
+def without_paths(checkpoints: Path) -> None:
+    """Removes this machine's paths, which Orbax writes, and seals the step again."""
+    step = checkpoints / str(STOP)
+    manifest = integrity.read_manifest(step)
+    for file in step.rglob("commit_success.txt"):
+        file.write_text("Checkpoint commit was successful\n")
+    integrity.seal(checkpoints, STOP, manifest.run, manifest.fingerprints)
+
+
 def train(folder: Path) -> int:
     """Trains the run of a folder here, or resumes it; returns the exit code."""
     changes = {key.replace(".", "__"): value for key, value in SMALL_MODEL.items()}
     # a path of the config: a run resumes with the same one only
-    with contextlib.chdir(folder), tempfile.TemporaryDirectory() as cache:
+    with contextlib.chdir(folder):
         return train_here(
             Path("run"),
             **changes,
@@ -59,7 +72,7 @@ def train(folder: Path) -> int:
             batch__sequence_length=16,
             data__source="text",
             data__path=TEXT,
-            data__cache_dir=cache,
+            data__cache_dir=CACHE,
             checkpoint__every_steps=STOP,
             checkpoint__compress=True,
         )
