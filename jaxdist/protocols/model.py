@@ -82,6 +82,8 @@ class Loss(NamedTuple):
     stats: dict[
         str, jax.Array
     ] = {}  # sums for the model's `update(stats)`, once a step
+    # scalar sums that are only reported, as means: divided by `count`
+    metrics: dict[str, jax.Array] = {}
 
 
 @jax.tree_util.register_dataclass
@@ -545,8 +547,9 @@ def as_loss(value: Any, batch: Batch) -> Loss:
     """Converts the return value of a model's `loss` to a Loss of float32 sums.
 
     Args:
-      value: a Loss, a tuple (sum, count[, aux[, stats]]), or a dict with these names. A
-        scalar is a mean over the samples: its count is the number of samples.
+      value: a Loss, a tuple (sum, count[, aux[, stats[, metrics]]]), or a dict with
+        these names. A scalar is a mean over the samples: its count is the number of
+        samples.
       batch: the batch that the loss was computed for.
 
     Raises:
@@ -556,7 +559,7 @@ def as_loss(value: Any, batch: Batch) -> Loss:
     if isinstance(value, Mapping):
         if {"sum", "count"} <= set(value) <= set(Loss._fields):
             sums = Loss(**value)
-    elif isinstance(value, (tuple, list)) and 2 <= len(value) <= 4:
+    elif isinstance(value, (tuple, list)) and 2 <= len(value) <= len(Loss._fields):
         sums = Loss(*value)
     elif _is_scalar(value):
         samples = next(iter(batch.values())).shape[0]
@@ -564,8 +567,9 @@ def as_loss(value: Any, batch: Batch) -> Loss:
     if sums is None or not _has_sums(sums):
         raise ConfigError(
             f"loss (or head) returned {_shapes(value)}; required: a scalar mean, or a tuple "
-            f"(sum, count[, aux[, stats]]): the scalar sum, how many it sums, a dict of further scalar sums "
-            f"of the objective, and one of sums for update(self, stats)"
+            f"(sum, count[, aux[, stats[, metrics]]]): the scalar sum, how many it sums, a dict of further "
+            f"scalar sums of the objective, one of sums for update(self, stats), and one of scalar sums "
+            f"that are only reported"
         )
     loss: Loss = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), sums)
     return loss
@@ -617,8 +621,10 @@ def _metrics_error(value: Any) -> ConfigError:
 
 
 def _has_sums(loss: Loss) -> bool:
-    by_name = isinstance(loss.aux, Mapping) and isinstance(loss.stats, Mapping)
-    return by_name and all(map(_is_scalar, (loss.sum, loss.count, *loss.aux.values())))
+    if not all(isinstance(x, Mapping) for x in (loss.aux, loss.stats, loss.metrics)):
+        return False
+    scalars = (loss.sum, loss.count, *loss.aux.values(), *loss.metrics.values())
+    return all(map(_is_scalar, scalars))
 
 
 def _is_scalar(x: Any) -> bool:

@@ -184,7 +184,8 @@ class TokenObjective(Objective):
           sample: the row of each field of the batch, prepared fields too.
 
         Returns:
-          A Loss of sums; or a scalar, which counts the sample once.
+          A Loss of sums; or a scalar, which counts the sample once. Its `metrics` are
+          reported with the loss.
         """
 
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
@@ -210,6 +211,7 @@ class TokenObjective(Objective):
             sum=losses.sum * factor,
             count=batch["weights"].sum(1),
             aux={name: term * factor for name, term in losses.aux.items()},
+            metrics={name: x * factor for name, x in losses.metrics.items()},
         )
 
     def can_count_targets(self, batch: Batch) -> bool:

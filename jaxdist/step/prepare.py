@@ -120,7 +120,7 @@ def _pipelined_terms(module: ModelSpec, staging: Staging, compute: str) -> _Term
         for name, term in terms.items():
             zeros = jnp.zeros((staging.microbatches, *term.shape), term.dtype)
             rows[_TERMS + name] = zeros.at[number].set(term)
-        return Loss(sum=jnp.float32(0), count=jnp.float32(0), aux={}, stats=rows)
+        return Loss(sum=jnp.float32(0), count=jnp.float32(0), stats=rows)
 
     def terms_of(arrays: Tree, batch: Batch) -> Terms:
         pipeline = Pipeline(

@@ -142,6 +142,7 @@ def build_evaluate(
             others = {
                 f"aux/{name}": (value, counts[name]) for name, value in loss.aux.items()
             }
+            others |= {name: (x, loss.count) for name, x in loss.metrics.items()}
             if model_has_metrics:
                 if staging:
                     trainable, model_state, frozen = map(staging.flat, arrays)

@@ -113,6 +113,7 @@ class UpdateRule:
         metrics["skipped"] = skipped
         metrics |= scale_metrics
         metrics |= {f"aux/{name}": value / count for name, value in loss.aux.items()}
+        metrics |= {name: value / count for name, value in loss.metrics.items()}
         stats = self.stats_metrics(loss.stats) if self.stats_metrics else loss.stats
         metrics |= _stats_metrics(stats)
         after = State(

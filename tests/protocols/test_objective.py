@@ -72,7 +72,7 @@ def test_a_reference_gives_the_same_on_every_layout(name):
         run(spec_for(Preference()), CASES[name], batch_of_pairs()),
         (one_device()),
     )
-    for metric in ("loss", "aux/reference", "aux/spread", "grad_norm"):
+    for metric in ("loss", "aux/reference", "aux/spread", "margin", "grad_norm"):
         assert found.metrics[metric] == pytest.approx(wanted.metrics[metric], rel=2e-5)
     assert worst(found.gradients, wanted.gradients) < 1e-4
     assert worst(found.trainable, wanted.trainable) < 1e-5
@@ -383,6 +383,10 @@ def test_losses_of_routers_weigh_as_in_the_default_where_pairs_are_counted():
     total, count = others["aux/spread"]
     assert count == 16
     assert found.metrics["aux/spread"] == pytest.approx(float(total / count), rel=1e-5)
+    # metrics are means over pairs, whatever the rows count
+    total, count = others["margin"]
+    assert count == 16
+    assert found.metrics["margin"] == pytest.approx(float(total / count), rel=1e-5)
 
 
 def test_gradients_of_pairs_and_of_routers_are_divided_by_their_own_counts():

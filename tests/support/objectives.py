@@ -62,7 +62,8 @@ class Preference(TokenObjective):
             "reference": 1e-3 * sample["reference_terms"].sum(),
             "spread": 1e-3 * jnp.square(terms["log_normalizer"]).sum(),
         }
-        return Loss(loss, jnp.float32(1), aux)
+        metrics = {"margin": first - second}
+        return Loss(loss, jnp.float32(1), aux, metrics=metrics)
 
 
 class Case(NamedTuple):
