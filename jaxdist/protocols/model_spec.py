@@ -126,6 +126,11 @@ class ModelSpec:
         for module, spec in modules.items():
             user = f"frozen module {module!r}"
             faults += token_faults(user, spec.model_class, spec.staged)
+        if objective.base_module and not jax.tree.leaves(self.frozen):
+            faults.append(
+                f"{name}: {objective.base_module!r} is the model without its adapters, "
+                f"and it has none; set lora.rank, or give a frozen module"
+            )
         try:
             hash(objective)
         except TypeError as error:

@@ -53,7 +53,6 @@ class Objective(ABC):
     models that are trained for them are checked once.
 
     Attributes:
-      modules: names of the frozen modules that `prepare` calls.
       sums_over_samples: whether the loss is a sum over samples if the policy's code
         computes such sums (see `jaxdist.protocols.model`). A subclass that overrides
         `batch_loss` or `head_loss` must repeat it.
@@ -62,7 +61,6 @@ class Objective(ABC):
         subclass with another count must override it.
     """
 
-    modules: ClassVar[tuple[str, ...]] = ()
     sums_over_samples: ClassVar[bool] = False
     counts_targets: ClassVar[bool] = False
 
@@ -75,6 +73,20 @@ class Objective(ABC):
             if {"batch_loss", "head_loss"} & vars(owner).keys():
                 return False
         return False
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of the frozen modules that `prepare` calls."""
+        return ()
+
+    @property
+    def base_module(self) -> str:
+        """The name by which `prepare` calls the policy without its adapters; or "".
+
+        It needs no arrays of its own. All trained parameters are 0 there, so each of
+        them must belong to an adapter.
+        """
+        return ""
 
     @property
     def prepares(self) -> bool:

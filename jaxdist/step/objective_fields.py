@@ -36,18 +36,24 @@ def abstract_batch(spec: ModelSpec, batch: Mapping[str, Any]) -> dict[str, Any]:
     """
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
 
-    def fields(arrays: Mapping[str, Tree], batch: Batch) -> Terms:
-        modules = {
+    def fields(
+        arrays: Mapping[str, Tree], policy: tuple[Tree, Tree, Tree], batch: Batch
+    ) -> Terms:
+        modules: dict[str, FrozenModule] = {
             name: partial(module_terms, module.assemble({}, {}, arrays[name]))
             for name, module in spec.modules.items()
         }
+        if spec.objective.base_module:
+            base = partial(module_terms, spec.assemble(*policy))
+            modules[spec.objective.base_module] = base
         added = (
             objective_fields(spec, modules, batch) if spec.objective.prepares else {}
         )
         return added | targets_per_count(spec, {**batch, **added})
 
     arrays = {name: module.frozen for name, module in spec.modules.items()}
-    added: dict[str, Any] = jax.eval_shape(fields, arrays, shapes)
+    policy = (spec.trainable, spec.model_state, spec.frozen)
+    added: dict[str, Any] = jax.eval_shape(fields, arrays, policy, shapes)
     return shapes | added
 
 

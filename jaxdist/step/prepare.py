@@ -29,14 +29,16 @@ from jaxdist.step.assembly import assemble_model, build_assemble, names_of
 from jaxdist.step.batch_parts import dim_names, join_parts, split_batch
 from jaxdist.step.objective_fields import objective_fields, targets_per_count
 
+# (trained arrays, model state, frozen arrays)
+Arrays = tuple[Tree, Tree, Tree]
 # (arrays of a module, batch) -> the module's terms
-_TermsOf = Callable[[Tree, Batch], Terms]
+_TermsOf = Callable[[Arrays, Batch], Terms]
 # prefix of terms among the stats of a pipeline, where blocks may have stats, too
 _TERMS = "token_terms/"
 
 # (arrays of the frozen modules, arrays of the policy, batch) -> (arrays of the policy,
 # batch with the objective's fields)
-Prepare = Callable[[Tree, Tree, Batch], tuple[Tree, Batch]]
+Prepare = Callable[[Tree, Arrays, Batch], tuple[Arrays, Batch]]
 
 
 def build_prepare(
@@ -61,17 +63,25 @@ def build_prepare(
         need it.
     """
     prepares = spec.objective.prepares
+    base_name = spec.objective.base_module
+    called = dict(spec.modules)
+    if base_name:
+        called[base_name] = spec
     terms: dict[str, _TermsOf] = {}
-    for name, module in spec.modules.items():
+    for name, module in called.items():
         if staging is None:
             terms[name] = _whole_terms(module, compute)
         else:
             terms[name] = _pipelined_terms(module, staging.for_model(module), compute)
 
-    def prepare(modules: Tree, policy: Tree, batch: Batch) -> tuple[Tree, Batch]:
+    def prepare(modules: Tree, policy: Arrays, batch: Batch) -> tuple[Arrays, Batch]:
+        arrays = {name: ({}, {}, frozen) for name, frozen in modules.items()}
+        if base_name:
+            arrays[base_name] = _base_of(policy)
+
         def fields_of(accumulation_part: Batch) -> Terms:
             frozen = {
-                name: partial(terms_of, modules[name])
+                name: partial(terms_of, arrays[name])
                 for name, terms_of in terms.items()
             }
             return objective_fields(spec, frozen, accumulation_part)
@@ -93,11 +103,17 @@ def build_prepare(
     return prepare
 
 
+def _base_of(policy: Arrays) -> Arrays:
+    """Sets the adapters of a policy to 0: its terms are those of its base."""
+    trainable, model_state, frozen = policy
+    return jax.tree.map(jnp.zeros_like, trainable), model_state, frozen
+
+
 def _whole_terms(module: ModelSpec, compute: str) -> _TermsOf:
     """Builds the function that computes a module's terms without a pipeline."""
 
-    def terms_of(arrays: Tree, batch: Batch) -> Terms:
-        model = assemble_model(module, compute, {}, {}, arrays, key=None)
+    def terms_of(arrays: Arrays, batch: Batch) -> Terms:
+        model = assemble_model(module, compute, *arrays, key=None)
         return module_terms(model, batch)
 
     return terms_of
@@ -122,11 +138,12 @@ def _pipelined_terms(module: ModelSpec, staging: Staging, compute: str) -> _Term
             rows[_TERMS + name] = zeros.at[number].set(term)
         return Loss(sum=jnp.float32(0), count=jnp.float32(0), stats=rows)
 
-    def terms_of(arrays: Tree, batch: Batch) -> Terms:
+    def terms_of(arrays: Arrays, batch: Batch) -> Terms:
+        trainable, model_state, frozen = arrays
         pipeline = Pipeline(
             staging, program, build_assemble(by_stage, compute, None), score
         )
-        params = StageParams({}, arrays, {})
+        params = StageParams(trainable, frozen, model_state)
         microbatches = split_batch(batch, staging.microbatches)
         _, loss = pipeline_sums(
             pipeline, params, names, microbatches, None, backward=False

@@ -80,9 +80,9 @@ def build_step_with_gradients(
             loss_scale = state.opt_state.loss_scale
             scale = None if loss_scale is None else factor(loss_scale, batch)
             fetched = rule.on_device(state.trainable, config.compute)
-            parameters = (fetched, state.frozen)
-            parameters, batch = prepare(state.modules, parameters, batch)
-            trainable, frozen = parameters
+            policy = (fetched, state.model_state, state.frozen)
+            policy, batch = prepare(state.modules, policy, batch)
+            trainable, _, frozen = policy
             sums = sum_gradients(
                 gradient_of,
                 state._replace(trainable=trainable, frozen=frozen),

@@ -61,9 +61,12 @@ def model_flops(config: RunConfig, spec: ModelSpec) -> dict[str, float]:
     """Counts the model FLOPs per target of a step, by both attention conventions.
 
     They include the policy, forward and backward, and frozen modules, forward only.
+    The policy without its adapters counts as such a module.
     """
     parts = [policy_flops(config, spec)]
     parts += [module_flops(config, module) for module in spec.modules.values()]
+    if spec.objective.base_module:
+        parts.append(module_flops(config, spec.all_frozen()))
     return {
         convention: math.fsum(part[convention] for part in parts)
         for convention in _CONVENTIONS

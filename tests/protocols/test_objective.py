@@ -29,6 +29,7 @@ from support.models import TINY, Layout, fresh, rules_and_mesh, worst
 from support.objectives import (
     MODEL,
     REFERENCE,
+    AgainstBase,
     Preference,
     Result,
     SumObjective,
@@ -90,6 +91,46 @@ def test_a_reference_with_a_state_of_its_layers_is_pipelined():
         assert bias.shape[:3] == (1, 2, 2)
         assert bias.sharding.spec[:3] == (None, "pipeline", None)
     built.evaluate.trace(built.abstract_state, built.abstract_batch(batch_of_pairs()))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        case(),
+        case({"pipeline": 2, "fsdp": 2}, accumulation=2),
+        pytest.param(case({"context": 2, "tensor": 2}), marks=pytest.mark.slow),
+    ],
+)
+def test_the_policy_without_its_adapters_is_a_reference(place):
+    """It equals a frozen copy of the base; the adapters have values here."""
+    config = lora.LoraConfig(rank=2, targets=("query", "value"))
+    adapted = describe(
+        lora.adapted(lambda rngs: Transformer(MODEL, rngs=rngs), config)
+    )
+    plain = describe(lambda rngs: Transformer(MODEL, rngs=rngs))
+    random = np.random.default_rng(1)
+    given = {
+        path: 0.3 * random.standard_normal(x.shape, np.float32)
+        for path, (x, _) in adapted.named_trainable().items()
+    }
+    base = {}
+    for path, (x, _) in plain.named_parameters().items():
+        base[path] = 0.1 * random.standard_normal(x.shape, np.float32)
+    copies = {f"modules/reference/{path}": x for path, x in base.items()}
+    without = adapted.trained_for(AgainstBase(), {})
+    copied = adapted.trained_for(Preference(), {"reference": plain})
+    wanted = run(copied, place, batch_of_pairs(), given={**given, **base, **copies})
+    found = run(without, place, batch_of_pairs(), given={**given, **base})
+    assert abs(float(wanted.metrics["margin"])) > 0.01
+    for metric in ("loss", "aux/reference", "margin", "grad_norm"):
+        assert found.metrics[metric] == pytest.approx(wanted.metrics[metric], rel=1e-5)
+    assert worst(found.gradients, wanted.gradients) < 1e-5
+    np.testing.assert_allclose(found.evaluated[0], wanted.evaluated[0], rtol=1e-5)
+
+
+def test_a_model_without_adapters_has_no_base():
+    with pytest.raises(ConfigError, match="without its adapters, and it has none"):
+        spec_for(AgainstBase())
 
 
 def test_the_loss_of_pairs_is_that_of_a_plain_program():

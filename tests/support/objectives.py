@@ -66,6 +66,14 @@ class Preference(TokenObjective):
         return Loss(loss, jnp.float32(1), aux, metrics=metrics)
 
 
+@dataclass(frozen=True)
+class AgainstBase(Preference):
+    """The same, and the reference is the policy without its adapters."""
+
+    modules = ()
+    base_module = "reference"
+
+
 class Case(NamedTuple):
     """A layout, and how a step cuts up its batch."""
 
@@ -167,7 +175,12 @@ class Result(NamedTuple):
 
 
 def run(
-    spec: ModelSpec, on: Case, batch: dict[str, np.ndarray], *, evaluates: bool = True
+    spec: ModelSpec,
+    on: Case,
+    batch: dict[str, np.ndarray],
+    *,
+    evaluates: bool = True,
+    given: dict[str, np.ndarray] | None = None,
 ) -> Result:
     """Returns what a step from a fresh state does.
 
@@ -176,9 +189,13 @@ def run(
       on: the layout.
       batch: arrays of numpy.
       evaluates: compiles and runs the evaluation, too.
+      given: values of parameters that the state starts with, by path.
     """
     built, cut = build(spec, on), on.staging
-    state = built.init.lower().compile(FAST_COMPILE)()
+    if given is None:
+        state = built.init.lower().compile(FAST_COMPILE)()
+    else:
+        state = built.init(given)
     placed = jax.device_put(batch, built.batch_shardings(batch))
     evaluated = None
     if evaluates:
