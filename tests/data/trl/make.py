@@ -17,6 +17,7 @@ TRL's rules:
 - Strings get an end of text unless they have one. Chats do not.
 - Without `prompt`, the common beginning is the prompt: whole messages, or characters.
   One space before the difference belongs to the completions.
+  TRL fails on messages that have none in common.
 - keep_start drops a row whose prompt has `max_length` tokens or more. keep_end drops
   none. A completion may then fill its sequence: the mask begins with 1, though no
   logits predict that token. An empty prompt does the same.
