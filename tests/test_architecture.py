@@ -33,6 +33,7 @@ ORDER = [
     "inference",
     "trainer",
     "models",
+    "objectives",
     "step",
     "ops",
     "checkpoint",

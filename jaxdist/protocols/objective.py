@@ -41,6 +41,9 @@ REQUIRED = (
 # A field [B] of a batch, the same for all rows: number of targets in the whole batch,
 # divided by the objective's count. See `TokenObjective.row_losses`.
 TARGETS_PER_COUNT = "targets_per_count"
+# Prefix of such fields for aux terms with a count of their own: the objective's count in
+# the whole batch, divided by that of the term. See `TokenObjective.aux_counts`.
+COUNT_PER_AUX = "count_per_aux/"
 Terms = dict[str, jax.Array]  # name -> float32 [B, S] or [B, S, k]
 # A frozen module in `prepare`: computes its `token_terms` for a batch.
 FrozenModule = Callable[[Batch], Terms]
@@ -87,6 +90,11 @@ class Objective(ABC):
         them must belong to an adapter.
         """
         return ""
+
+    @property
+    def data_fields(self) -> tuple[str, ...]:
+        """The names of float32 fields [B, S] that batches must have, beside the usual."""
+        return ()
 
     @property
     def prepares(self) -> bool:
@@ -212,10 +220,17 @@ class TokenObjective(Objective):
 
         With the field `TARGETS_PER_COUNT` the rows count targets, and their sums are
         multiplied by it. So the mean of the loss stays the same, and aux terms of
-        blocks become means over targets.
+        blocks become means over targets. A field `COUNT_PER_AUX` likewise makes an aux
+        term of the objective a mean over the term's own count.
         """
-        samples = {name: x for name, x in batch.items() if name != TARGETS_PER_COUNT}
+        ratios = {name: x for name, x in batch.items() if _is_ratio(name)}
+        samples = {name: x for name, x in batch.items() if name not in ratios}
         losses = jax.vmap(self._as_sums)(terms, samples)
+        aux = {
+            name: term * ratios.get(COUNT_PER_AUX + name, 1.0)
+            for name, term in losses.aux.items()
+        }
+        losses = losses._replace(aux=aux)
         if TARGETS_PER_COUNT not in batch:
             return losses
         factor = batch[TARGETS_PER_COUNT]
@@ -225,6 +240,15 @@ class TokenObjective(Objective):
             aux={name: term * factor for name, term in losses.aux.items()},
             metrics={name: x * factor for name, x in losses.metrics.items()},
         )
+
+    def aux_counts(self, batch: Batch) -> dict[str, jax.Array]:
+        """Counts what aux terms of `sample_loss` are divided by, over a whole batch.
+
+        Returns:
+          A scalar for each term whose count is not the objective's. It depends on the
+          fields of the data alone.
+        """
+        return {}
 
     def can_count_targets(self, batch: Batch) -> bool:
         """Checks whether the objective counts targets, or the batch has weights."""
@@ -327,6 +351,11 @@ def token_dims(batch: Mapping[str, Any]) -> list[tuple[int, ...]]:
     if not shapes:
         raise ConfigError("the batch has no field [B, S], which terms of tokens need")
     return [*shapes]
+
+
+def _is_ratio(name: str) -> bool:
+    """Checks whether a field of a batch is a ratio of counts, not of a sample."""
+    return name == TARGETS_PER_COUNT or name.startswith(COUNT_PER_AUX)
 
 
 def _loss_faults(model_class: type) -> Iterator[str]:

@@ -15,6 +15,7 @@ from jaxdist.parallel import execution
 from jaxdist.protocols.model import Batch, staged_output
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.protocols.objective import (
+    COUNT_PER_AUX,
     TARGETS_PER_COUNT,
     FrozenModule,
     Terms,
@@ -49,7 +50,7 @@ def abstract_batch(spec: ModelSpec, batch: Mapping[str, Any]) -> dict[str, Any]:
         added = (
             objective_fields(spec, modules, batch) if spec.objective.prepares else {}
         )
-        return added | targets_per_count(spec, {**batch, **added})
+        return added | ratios_of_counts(spec, {**batch, **added})
 
     arrays = {name: module.frozen for name, module in spec.modules.items()}
     policy = (spec.trainable, spec.model_state, spec.frozen)
@@ -75,25 +76,39 @@ def objective_fields(
     return as_terms(fields, batch)
 
 
-def targets_per_count(spec: ModelSpec, batch: Batch) -> dict[str, jax.Array]:
-    """Computes the field TARGETS_PER_COUNT if aux terms of blocks need it.
+def ratios_of_counts(spec: ModelSpec, batch: Batch) -> dict[str, jax.Array]:
+    """Computes the fields TARGETS_PER_COUNT and COUNT_PER_AUX that aux terms need.
+
+    TARGETS_PER_COUNT is for aux terms of blocks, COUNT_PER_AUX for those of the
+    objective.
 
     Args:
       spec: the model with flat blocks.
       batch: the whole batch of a step, with the objective's fields.
 
     Returns:
-      The field by name; {} if it is not needed.
+      The fields by name; {} if none is needed.
     """
-    if not aux_over_targets(spec, batch):
+    objective = spec.objective
+    if not isinstance(objective, TokenObjective):
         return {}
-    assert isinstance(spec.objective, TokenObjective)
+    own_counts = objective.aux_counts(batch)
+    over_targets = aux_over_targets(spec, batch)
+    if not own_counts and not over_targets:
+        return {}
     _, terms = _policy_outputs(spec, batch)
     # The counts do not depend on the values of the terms.
     zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in terms.items()}
-    count = spec.objective.row_losses(zeros, batch).count.sum()
-    weights = batch["weights"]
-    return {TARGETS_PER_COUNT: jnp.full(len(weights), weights.sum() / count)}
+    counts = objective.row_losses(zeros, batch).count
+    count = counts.sum()
+    fields = {}
+    for name, own_count in own_counts.items():
+        ratio = count / jnp.maximum(own_count, 1)
+        fields[COUNT_PER_AUX + name] = jnp.full(len(counts), ratio)
+    if over_targets:
+        ratio = batch["weights"].sum() / count
+        fields[TARGETS_PER_COUNT] = jnp.full(len(counts), ratio)
+    return fields
 
 
 def aux_over_targets(spec: ModelSpec, batch: Batch) -> list[str]:

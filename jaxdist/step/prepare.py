@@ -27,7 +27,7 @@ from jaxdist.protocols.objective import (
 )
 from jaxdist.step.assembly import assemble_model, build_assemble, names_of
 from jaxdist.step.batch_parts import dim_names, join_parts, split_batch
-from jaxdist.step.objective_fields import objective_fields, targets_per_count
+from jaxdist.step.objective_fields import objective_fields, ratios_of_counts
 
 # (trained arrays, model state, frozen arrays)
 Arrays = tuple[Tree, Tree, Tree]
@@ -47,7 +47,7 @@ def build_prepare(
     *,
     compute: str,
     accumulation: int,
-    counts_targets: bool = True,
+    adds_ratios: bool = True,
 ) -> Prepare:
     """Builds the function that adds the objective's fields to a batch.
 
@@ -59,8 +59,7 @@ def build_prepare(
       staging: the pipeline's partition of the policy; None: no pipeline.
       compute: dtype of the modules' matrix products and activations.
       accumulation: number of accumulation steps of the batch.
-      counts_targets: whether to add the field TARGETS_PER_COUNT if aux terms of blocks
-        need it.
+      adds_ratios: whether to add the ratios of counts that aux terms need.
     """
     prepares = spec.objective.prepares
     base_name = spec.objective.base_module
@@ -75,7 +74,9 @@ def build_prepare(
             terms[name] = _pipelined_terms(module, staging.for_model(module), compute)
 
     def prepare(modules: Tree, policy: Arrays, batch: Batch) -> tuple[Arrays, Batch]:
-        arrays = {name: ({}, {}, frozen) for name, frozen in modules.items()}
+        arrays: dict[str, Arrays] = {
+            name: ({}, {}, frozen) for name, frozen in modules.items()
+        }
         if base_name:
             arrays[base_name] = _base_of(policy)
 
@@ -92,8 +93,8 @@ def build_prepare(
         elif prepares:
             accumulation_parts = split_batch(batch, accumulation)
             extended |= join_parts(jax.lax.map(fields_of, accumulation_parts))
-        if counts_targets:
-            extended |= targets_per_count(spec, extended)
+        if adds_ratios:
+            extended |= ratios_of_counts(spec, extended)
         if len(extended) == len(batch):
             return policy, batch
         extended = _shard_fields(extended)

@@ -15,6 +15,7 @@ from jaxdist.parallel import execution
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import Batch, as_metrics, has_metrics
 from jaxdist.protocols.model_spec import ModelSpec, Tree
+from jaxdist.protocols.objective import TokenObjective
 from jaxdist.step import model_checks, reduction
 from jaxdist.step.assembly import assemble_model, names_of
 from jaxdist.step.evaluation import LossSums
@@ -124,7 +125,7 @@ def build_evaluate(
     # The caller adds the sums of several batches, so the loss keeps the objective's
     # count.
     prepare = build_prepare(
-        spec, staging, compute=config.compute, accumulation=1, counts_targets=False
+        spec, staging, compute=config.compute, accumulation=1, adds_ratios=False
     )
 
     def evaluate(state: State, batch: Batch) -> LossSums:
@@ -137,6 +138,8 @@ def build_evaluate(
             trainable, model_state, frozen = arrays
             _, (loss, _) = loss_of(trainable, model_state, frozen, batch, None)
             counts = dict.fromkeys(loss.aux, loss.count)
+            if isinstance(spec.objective, TokenObjective):
+                counts |= spec.objective.aux_counts(batch)
             for name in aux_over_targets(spec, batch):
                 counts[name] = batch["weights"].sum()
             others = {

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from jaxdist.config import is_text, schema
 from jaxdist.models import registry
+from jaxdist.objectives.config import objective_faults
 from jaxdist.optim.config import warmup_faults
 from jaxdist.step.update import offload_obstacle
 from jaxdist.trainer.run_config import AUTO, RunConfig
@@ -55,6 +56,11 @@ def component_faults(config: RunConfig) -> Iterator[str]:
             )
     if not train.epochs:  # else the steps are known once the data is open
         yield from warmup_faults(config.optimizer, train.steps)
+    yield from objective_faults(
+        config.objective,
+        data_format=config.data.format,
+        has_adapters=config.lora.rank > 0,
+    )
     if config.lora.from_peft and not config.init.from_huggingface:
         yield "lora.from_peft needs the model that it adapts; set init.from_huggingface"
 

@@ -84,7 +84,10 @@ def model_spec(config: RunConfig, build: Build | None = None) -> ModelSpec:
     )
     if isinstance(build, TrainedFor):
         modules = {name: describe(module) for name, module in build.modules.items()}
-        spec = spec.trained_for(build.objective, modules)
+        return spec.trained_for(build.objective, modules)
+    objective = config.objective.build(has_adapters=config.lora.rank > 0)
+    if objective is not None:
+        spec = spec.trained_for(objective, dict.fromkeys(objective.modules, spec))
     return spec
 
 
@@ -102,11 +105,15 @@ def batch_shapes(
     """
     if size is None:
         size = config.batch.global_size
-    samples = sample_shapes(config.data, config.batch.sequence_length)
-    return {
+    length = config.batch.sequence_length
+    shapes = {
         name: jax.ShapeDtypeStruct((size, *dims), dtype)
-        for name, (dims, dtype) in samples.items()
+        for name, (dims, dtype) in sample_shapes(config.data, length).items()
     }
+    objective = config.objective.build(has_adapters=config.lora.rank > 0)
+    for name in objective.data_fields if objective else ():
+        shapes[name] = jax.ShapeDtypeStruct((size, length), "float32")
+    return shapes
 
 
 def targets_per_sample(config: RunConfig) -> int:

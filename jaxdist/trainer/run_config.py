@@ -33,6 +33,7 @@ from jaxdist.config.groups import (
 from jaxdist.data.config import DataConfig
 from jaxdist.models import registry
 from jaxdist.models.lora import LoraConfig
+from jaxdist.objectives.config import ObjectiveConfig
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.parallel.context import ContextConfig
 from jaxdist.parallel.mesh import MeshConfig
@@ -191,6 +192,7 @@ class RunConfig:
     offload: Annotated[OffloadConfig, Resume("harmless")] = OffloadConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig = LoraConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
     data: DataConfig = DataConfig()
     checkpoint: Annotated[CheckpointConfig, Resume("harmless"), OutsideStep()] = (
         CheckpointConfig()

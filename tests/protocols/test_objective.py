@@ -104,9 +104,7 @@ def test_a_reference_with_a_state_of_its_layers_is_pipelined():
 def test_the_policy_without_its_adapters_is_a_reference(place):
     """It equals a frozen copy of the base; the adapters have values here."""
     config = lora.LoraConfig(rank=2, targets=("query", "value"))
-    adapted = describe(
-        lora.adapted(lambda rngs: Transformer(MODEL, rngs=rngs), config)
-    )
+    adapted = describe(lora.adapted(lambda rngs: Transformer(MODEL, rngs=rngs), config))
     plain = describe(lambda rngs: Transformer(MODEL, rngs=rngs))
     random = np.random.default_rng(1)
     given = {

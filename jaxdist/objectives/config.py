@@ -1,0 +1,123 @@
+"""Settings of the objective, `objective.*`, and the objective that they choose."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Interval
+
+from jaxdist.config.annotations import NonNegativeFloat, PositiveFloat, ReadWith
+from jaxdist.objectives.pairs import (
+    DirectPreference,
+    LossName,
+    OddsRatio,
+    ReferenceForm,
+    SimplePreference,
+)
+from jaxdist.protocols.objective import Objective
+
+ObjectiveName = Literal["next_token", "dpo", "orpo", "simpo"]
+PAIR_OBJECTIVES = ("dpo", "orpo", "simpo")  # those whose samples are pairs of answers
+
+_DPO = ReadWith("objective.name", ("dpo",))
+_PAIRS = ReadWith("objective.name", PAIR_OBJECTIVES)
+_SIMPO = ReadWith("objective.name", ("simpo",))
+_ROBUST = ReadWith("objective.loss", ("robust",))
+_FORMS: dict[str, ReferenceForm] = {
+    "computed": "field",
+    "base": "base",
+    "module": "module",
+}
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What a model is trained for, and the options of its loss."""
+
+    # next_token = the loss of the model itself; dpo, orpo and simpo learn from pairs of
+    # a chosen and a rejected answer (data.format=preferences)
+    name: ObjectiveName = "next_token"
+    # dpo: loss of a pair
+    loss: Annotated[LossName, _DPO] = "sigmoid"
+    # dpo: strength of the pull towards the reference; orpo: factor of the odds ratio;
+    # simpo: factor of the reward, usually 2
+    beta: Annotated[PositiveFloat, _PAIRS] = 0.1
+    # share of pairs whose labels are taken to be wrong
+    label_smoothing: Annotated[float, Interval(gt=0, lt=0.5), _DPO, _ROBUST] = 0.1
+    # dpo: factor of the mean cross-entropy of the chosen answers, as a further term
+    sft_weight: Annotated[NonNegativeFloat, _DPO] = 0.0
+    # simpo: difference of the rewards that counts as right
+    margin: Annotated[NonNegativeFloat, _SIMPO] = 0.5
+    # dpo: the model that answers are compared with. computed = log-probabilities of the
+    # first weights, computed once before training; base = the model without its adapters
+    # (lora.rank), in each step; module = a frozen copy of the first weights, in each
+    # step; auto = base with adapters, else computed
+    reference: Annotated[Literal["auto", "computed", "base", "module"], _DPO] = "auto"
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether samples are pairs of answers."""
+        return self.name in PAIR_OBJECTIVES
+
+    def resolved_reference(self, *, has_adapters: bool) -> str:
+        """Chooses the reference that `auto` stands for: computed, base or module."""
+        if self.reference != "auto":
+            return self.reference
+        return "base" if has_adapters else "computed"
+
+    def build(self, *, has_adapters: bool) -> Objective | None:
+        """Makes the objective; None for the loss of the model itself.
+
+        Args:
+          has_adapters: whether the model has adapters.
+        """
+        if self.name == "dpo":
+            reference = self.resolved_reference(has_adapters=has_adapters)
+            is_robust = self.loss == "robust"
+            return DirectPreference(
+                loss=self.loss,
+                beta=self.beta,
+                label_smoothing=self.label_smoothing if is_robust else 0.0,
+                sft_weight=self.sft_weight,
+                reference=_FORMS[reference],
+            )
+        if self.name == "orpo":
+            return OddsRatio(beta=self.beta)
+        if self.name == "simpo":
+            return SimplePreference(beta=self.beta, margin=self.margin)
+        return None
+
+
+def objective_faults(
+    config: ObjectiveConfig, *, data_format: str, has_adapters: bool
+) -> Iterator[str]:
+    """Yields contradictions between an objective, the data and the model.
+
+    Args:
+      config: settings of the objective.
+      data_format: `data.format`.
+      has_adapters: whether the model has adapters.
+    """
+    has_pairs = data_format == "preferences"
+    if config.has_pairs and not has_pairs:
+        yield (
+            f"objective.name={config.name} learns from pairs of answers, and "
+            f"data.format={data_format} has none; set data.format=preferences"
+        )
+    if has_pairs and not config.has_pairs:
+        yield (
+            f"data.format=preferences has pairs of answers, and objective.name="
+            f"{config.name} learns from texts; set objective.name=dpo, or data.format=chat"
+        )
+    if config.name != "dpo":
+        return
+    if config.reference == "base" and not has_adapters:
+        yield (
+            "objective.reference=base is the model without its adapters, and it has "
+            "none; set lora.rank, or objective.reference=computed"
+        )
+    if config.reference == "module" and has_adapters:
+        yield (
+            "objective.reference=module would keep a second copy of the weights that "
+            "lora.rank leaves as they are; set objective.reference=base"
+        )
