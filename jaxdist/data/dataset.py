@@ -139,6 +139,14 @@ class Dataset:
         # Held-out rows have consecutive numbers over all sources.
         self._ends = np.cumsum([side.samples.num_rows for side in held_out])
 
+    def samples(self, split: str) -> list[Samples]:
+        """Lists the rows of each source on one side.
+
+        Args:
+          split: "train" or "validation".
+        """
+        return self._samples[split]
+
     def train_batch(
         self, step: int, global_size: int, rows: slice | np.ndarray = _ALL_ROWS
     ) -> Batch:

@@ -209,6 +209,23 @@ class PackedDocuments:
         self._start = np.insert(plan.start, ends, 0)
         self._length = np.insert(plan.length, ends, padding)
         self._unscored = None if unscored is None else np.insert(unscored, ends, 0)
+        self._ends = ends
+        self._piece_fields: dict[str, np.ndarray] = {}
+        self.pieces = pieces
+        # number of pieces in each row
+        self.piece_counts = np.diff(plan.first)
+
+    def set_piece_field(self, name: str, values: np.ndarray) -> None:
+        """Adds a field to the batches: a value for each piece, at its first token.
+
+        The field is 0 at all other tokens.
+
+        Args:
+          name: name of the field, [B, S] float32.
+          values: [P], in the order of `pieces`.
+        """
+        padded = np.insert(values.astype(np.float32), self._ends, 0)
+        self._piece_fields[name] = padded
 
     def read(self, rows: np.ndarray) -> Batch:
         """Reads the packed rows, with `segment_ids`."""
@@ -237,6 +254,9 @@ class PackedDocuments:
             "positions": positions.astype(np.int32),
             "weights": used.astype(np.float32),
         }
+        is_first = (positions == 0) & (segments > 0)
+        for name, values in self._piece_fields.items():
+            flat[name] = np.where(is_first, np.repeat(values[piece], length), 0)
         return {
             name: values.reshape(-1, self._length_S) for name, values in flat.items()
         }

@@ -31,8 +31,8 @@ from jaxdist.step.objective_fields import objective_fields, ratios_of_counts
 
 # (trained arrays, model state, frozen arrays)
 Arrays = tuple[Tree, Tree, Tree]
-# (arrays of a module, batch) -> the module's terms
-_TermsOf = Callable[[Arrays, Batch], Terms]
+# (arrays of a model, batch) -> its terms
+TermsOf = Callable[[Arrays, Batch], Terms]
 # prefix of terms among the stats of a pipeline, where blocks may have stats, too
 _TERMS = "token_terms/"
 
@@ -66,12 +66,9 @@ def build_prepare(
     called = dict(spec.modules)
     if base_name:
         called[base_name] = spec
-    terms: dict[str, _TermsOf] = {}
-    for name, module in called.items():
-        if staging is None:
-            terms[name] = _whole_terms(module, compute)
-        else:
-            terms[name] = _pipelined_terms(module, staging.for_model(module), compute)
+    terms = {
+        name: build_terms(module, staging, compute) for name, module in called.items()
+    }
 
     def prepare(modules: Tree, policy: Arrays, batch: Batch) -> tuple[Arrays, Batch]:
         arrays: dict[str, Arrays] = {
@@ -110,7 +107,20 @@ def _base_of(policy: Arrays) -> Arrays:
     return jax.tree.map(jnp.zeros_like, trainable), model_state, frozen
 
 
-def _whole_terms(module: ModelSpec, compute: str) -> _TermsOf:
+def build_terms(spec: ModelSpec, staging: Staging | None, compute: str) -> TermsOf:
+    """Builds the function that computes a model's token terms without gradients.
+
+    Args:
+      spec: the model with flat blocks.
+      staging: the pipeline's partition of any model; None: no pipeline.
+      compute: dtype of matrix products and activations.
+    """
+    if staging is None:
+        return _whole_terms(spec, compute)
+    return _pipelined_terms(spec, staging.for_model(spec), compute)
+
+
+def _whole_terms(module: ModelSpec, compute: str) -> TermsOf:
     """Builds the function that computes a module's terms without a pipeline."""
 
     def terms_of(arrays: Arrays, batch: Batch) -> Terms:
@@ -120,7 +130,7 @@ def _whole_terms(module: ModelSpec, compute: str) -> _TermsOf:
     return terms_of
 
 
-def _pipelined_terms(module: ModelSpec, staging: Staging, compute: str) -> _TermsOf:
+def _pipelined_terms(module: ModelSpec, staging: Staging, compute: str) -> TermsOf:
     """Builds the function that computes a module's terms in a pipeline."""
     program = staging.program()
     by_stage = staging.spec_by_stage(module)

@@ -15,7 +15,7 @@ from jaxdist.parallel import execution
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import Batch, as_metrics, has_metrics
 from jaxdist.protocols.model_spec import ModelSpec, Tree
-from jaxdist.protocols.objective import TokenObjective
+from jaxdist.protocols.objective import Terms, TokenObjective
 from jaxdist.step import model_checks, reduction
 from jaxdist.step.assembly import assemble_model, names_of
 from jaxdist.step.evaluation import LossSums
@@ -29,7 +29,7 @@ from jaxdist.step.gradients import (
 )
 from jaxdist.step.loss_scale import factor
 from jaxdist.step.objective_fields import aux_over_targets
-from jaxdist.step.prepare import build_prepare
+from jaxdist.step.prepare import build_prepare, build_terms
 from jaxdist.step.state import Metrics, State
 from jaxdist.step.step_config import STEPS, StepConfig, key_of
 from jaxdist.step.update import UpdateRule, apply_stats
@@ -156,6 +156,30 @@ def build_evaluate(
         return loss.sum, loss.count, others
 
     return evaluate
+
+
+def build_policy_terms(
+    spec: ModelSpec, rule: UpdateRule, mesh: Mesh, rules: Rules, config: StepConfig
+) -> Callable[[State, Batch], Terms]:
+    """Builds the function `TrainStep.terms`.
+
+    Args:
+      spec: the model with flat blocks.
+      rule: copies parameters from the host's memory.
+      mesh: the devices.
+      rules: the sharding rules.
+      config: the step's settings.
+    """
+    terms_of = build_terms(spec, config.staging, config.compute)
+
+    def terms(state: State, batch: Batch) -> Terms:
+        with execution.activate(
+            mesh, rules, compute=config.compute, recipe=config.recipe
+        ):
+            trainable = rule.on_device(state.trainable, config.compute)
+            return terms_of((trainable, state.model_state, state.frozen), batch)
+
+    return terms
 
 
 def build_gradients(

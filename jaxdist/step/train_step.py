@@ -53,6 +53,9 @@ class TrainStep:
     inspect: Wrapped
     # (State, Batch) -> evaluation.LossSums; deterministic
     evaluate: Wrapped
+    # (State, Batch) -> the policy's token terms, for models that have them; see
+    # `protocols.objective`; deterministic
+    terms: Wrapped
     abstract_state: State  # ShapeDtypeStructs with shardings
     shardings: State
     views: CheckpointViews
@@ -142,6 +145,7 @@ def build_train_step(
         spec_by_stage=spec_by_stage,
     )
     evaluate = programs.build_evaluate(spec, loss_of, rule, mesh, rules, config)
+    terms = programs.build_policy_terms(spec, rule, mesh, rules, config)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         after, metrics, _ = step_with_gradients(state, batch)
@@ -170,6 +174,7 @@ def build_train_step(
             step_with_gradients, out_shardings=(shardings, replicated, None)
         ),
         evaluate=jax.jit(evaluate),
+        terms=jax.jit(terms),
         abstract_state=jax.tree.map(with_sharding, abstract, shardings),
         shardings=shardings,
         views=build_views(state_staging, abstract, shardings),

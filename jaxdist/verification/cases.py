@@ -388,6 +388,9 @@ def synthetic_batch(
         batch["segment_ids"] = segments.astype(np.int32)
         batch["weights"] = np.where(index < end, weights, 0)
         batch["positions"] = positions.astype(np.int32)
+    for name, x in compose.batch_shapes(run).items():
+        if name not in batch:  # a field that the objective needs
+            batch[name] = rng.normal(size=x.shape).astype(x.dtype)
     return batch
 
 

@@ -1,0 +1,329 @@
+"""The reference's log-probabilities of answers, computed once before training.
+
+An objective that compares the policy with its first weights (`objective.reference=
+computed`) needs one number for each answer. A pass over all rows computes them with the
+run's own step, on its own layout. The workdir keeps them in reference.npz, because the
+first weights are gone afterwards. A folder beside the token cache keeps them for other
+runs on the same weights and data. An interrupted pass continues where it was saved.
+
+Letters: P pieces (halves of pairs), G rows of a batch, M halves of a row.
+"""
+
+import dataclasses
+import io
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.checkpoint import fingerprint
+from jaxdist.config import ConfigError, trees
+from jaxdist.data.dataset import Dataset
+from jaxdist.data.loader import Placer
+from jaxdist.data.packing import PackedDocuments
+from jaxdist.distributed import coordination
+from jaxdist.objectives.pairs import REFERENCE, halves
+from jaxdist.protocols.model import Batch
+from jaxdist.step.state import State
+from jaxdist.step.train_step import TrainStep
+from jaxdist.storage import atomic, run_format
+from jaxdist.storage.digest import digest
+from jaxdist.storage.untrusted import Malformed, open_regular, parse_json
+from jaxdist.telemetry.units import time_text
+from jaxdist.trainer import compose
+from jaxdist.trainer.run_config import RunConfig
+
+FILE = "reference.npz"
+_SAVE_EVERY_S = 30.0
+_SPLITS = ("train", "validation")
+_HEADER = "header"
+# of a piece: number of the side and source, file, first token, number of predictions
+_PLACE_COLUMNS = 4
+
+
+class Stored(NamedTuple):
+    """The contents of reference.npz."""
+
+    key: str  # hash of the weights, the data and the dtype
+    data: str  # fingerprint of the data
+    places: np.ndarray  # [P, 4] int64: which piece each value is of
+    values: np.ndarray  # [P] float64; NaN = not computed yet
+
+
+def needed(config: RunConfig) -> bool:
+    """Checks whether a run's batches need the reference's log-probabilities."""
+    objective = config.objective.build(has_adapters=config.lora.rank > 0)
+    return objective is not None and REFERENCE in objective.data_fields
+
+
+def attach_stored(config: RunConfig, folder: Path, dataset: Dataset) -> None:
+    """Adds the field REFERENCE to a run's data, from the file of its workdir.
+
+    It does nothing if the run needs none.
+
+    Raises:
+      ConfigError: the file is missing or damaged, or lacks some answers.
+    """
+    if not needed(config):
+        return
+    stored = _read(folder / FILE)
+    if stored is None:
+        raise ConfigError(
+            f"{folder / FILE} is missing or damaged: the run compares answers with its "
+            f"first weights, and cannot compute them again; put the file back"
+        )
+    if stored.data != dataset.fingerprint:
+        raise ConfigError(
+            f"{folder / FILE} belongs to other data than those of data.*; put these back"
+        )
+    if not _attach(dataset, stored):
+        raise ConfigError(
+            f"{folder / FILE} lacks answers that the data now have; was "
+            f"data.validation_tokens raised? Set it back"
+        )
+
+
+def settle(
+    config: RunConfig,
+    folder: Path,
+    dataset: Dataset,
+    built: TrainStep,
+    state: State,
+    *,
+    say: Callable[[str], None],
+    on_batch: Callable[[], None] = lambda: None,
+) -> None:
+    """Computes the field REFERENCE of a new run's data, and stores it in the workdir.
+
+    Every process makes the call. It does nothing if the run needs no such field.
+
+    Args:
+      config: the run's config.
+      folder: the workdir.
+      dataset: the run's data, which receive the field.
+      built: the run's step.
+      state: the state before the first step.
+      say: prints a line of progress.
+      on_batch: is called as each batch starts.
+
+    Raises:
+      ConfigError: a file cannot be written.
+    """
+    if not needed(config):
+        return
+    places = _places(dataset)
+    key = _key(config, dataset, state)
+    cached = config.data.cache_folder() / f"reference-{key[:16]}.npz"
+    stored = None
+    for file in (folder / FILE, cached):
+        found = _read(file)
+        if found is not None and found.key == key:
+            stored = found
+        if stored is not None and _attach(dataset, stored):
+            break
+    else:
+        values = np.full(len(places), math.nan)
+        if stored is not None and np.array_equal(stored.places, places):
+            values = stored.values.copy()
+        began = Stored(key, dataset.fingerprint, places, values)
+        stored = _compute(
+            config, folder, dataset, built, state, began, say=say, on_batch=on_batch
+        )
+        _attach(dataset, stored)
+        _write(cached, stored)
+    _write(folder / FILE, stored)
+
+
+def _compute(
+    config: RunConfig,
+    folder: Path,
+    dataset: Dataset,
+    built: TrainStep,
+    state: State,
+    stored: Stored,
+    *,
+    say: Callable[[str], None],
+    on_batch: Callable[[], None],
+) -> Stored:
+    """Computes the values that are missing, batch by batch; see `settle`."""
+    size = config.batch.global_size
+    values = stored.values
+    rows_in_all = sum(samples.num_rows for _, samples in _sides(dataset))
+    sums_of = _build_sums(config, built)
+    began = saved = time.monotonic()
+    done = 0
+    computed = 0
+    first_piece = 0
+    for split, samples in _sides(dataset):
+        counts = samples.piece_counts
+        starts = first_piece + np.concatenate([[0], np.cumsum(counts)])
+        first_piece = int(starts[-1])
+        for begin in range(0, samples.num_rows, size):
+            end = min(begin + size, samples.num_rows)
+            done += end - begin
+            pieces = slice(int(starts[begin]), int(starts[end]))
+            if not np.isnan(values[pieces]).any():
+                continue
+            on_batch()
+            sums = sums_of(state, samples, np.arange(begin, begin + size))
+            in_row = np.arange(sums.shape[1]) < counts[begin:end, None]
+            values[pieces] = sums[: end - begin][in_row]
+            computed += end - begin
+            now = time.monotonic()
+            if now - saved > _SAVE_EVERY_S:
+                saved = now
+                _write(folder / FILE, stored)
+                left = (rows_in_all - done) * (now - began) / computed
+                say(
+                    f"reference: {done} of {rows_in_all} rows, about "
+                    f"{time_text(left)} to go"
+                )
+    seconds = time.monotonic() - began
+    if computed:
+        say(
+            f"reference: log-probabilities of {len(values)} answers in {computed} rows, "
+            f"in {time_text(seconds)}"
+        )
+    return stored
+
+
+def _build_sums(
+    config: RunConfig, built: TrainStep
+) -> Callable[[State, PackedDocuments, np.ndarray], np.ndarray]:
+    """Builds the function that computes the sums of some rows' answers, [G, M]."""
+    shapes = compose.batch_shapes(config)
+    del shapes[REFERENCE]
+    placer = Placer(built.batch_shardings(shapes), config.batch.global_size)
+
+    def sums(state: State, batch: Batch) -> jax.Array:
+        log_p = built.terms(state, batch)["log_probability"] * batch["weights"]
+        both = jax.vmap(halves)(log_p, batch["segment_ids"])
+        return jnp.stack(both, axis=-1).reshape(len(log_p), -1)
+
+    replicated = NamedSharding(built.mesh, P())
+    program = jax.jit(sums, out_shardings=replicated)
+
+    def sums_of(
+        state: State, samples: PackedDocuments, rows: np.ndarray
+    ) -> np.ndarray:
+        chosen = rows[placer.rows]
+        batch = samples.read(chosen)
+        batch["sample"] = chosen.astype(np.int32)
+        return np.asarray(program(state, placer(batch)))
+
+    return sums_of
+
+
+def _sides(dataset: Dataset) -> Iterator[tuple[str, PackedDocuments]]:
+    """Yields the rows of each source: its training data, then its held-out data."""
+    for split in _SPLITS:
+        for samples in dataset.samples(split):
+            assert isinstance(samples, PackedDocuments)
+            yield split, samples
+
+
+def _places(dataset: Dataset) -> np.ndarray:
+    """Lists the pieces of all sides, [P, 4]; see `Stored`."""
+    parts = []
+    numbers = {split: 0 for split in _SPLITS}
+    for split, samples in _sides(dataset):
+        # a half has one place, whichever side of its source it is on
+        source = numbers[split]
+        numbers[split] += 1
+        pieces = samples.pieces
+        columns = [np.full(len(pieces.owner), source), *pieces]
+        parts.append(np.stack([column.astype(np.int64) for column in columns], 1))
+    return np.concatenate(parts) if parts else np.empty((0, _PLACE_COLUMNS), np.int64)
+
+
+def _attach(dataset: Dataset, stored: Stored) -> bool:
+    """Adds the stored values to the data; False if some are missing."""
+    places = _places(dataset)
+    values = stored.values
+    if not np.array_equal(places, stored.places):
+        by_place = dict(zip(map(tuple, stored.places.tolist()), values, strict=True))
+        found = [by_place.get(tuple(place), math.nan) for place in places.tolist()]
+        values = np.array(found, np.float64)
+    if np.isnan(values).any():
+        return False
+    begin = 0
+    for _, samples in _sides(dataset):
+        end = begin + len(samples.pieces.owner)
+        samples.set_piece_field(REFERENCE, values[begin:end])
+        begin = end
+    return True
+
+
+def _key(config: RunConfig, dataset: Dataset, state: State) -> str:
+    """Hashes what the values depend on: weights, data, cut, and how they are computed."""
+    arrays: dict[str, Any] = {}
+    for name in ("trainable", "model_state", "frozen"):
+        for path, x in trees.flatten_names(getattr(state, name)).items():
+            arrays[f"{name}/{path}"] = x
+    model = sorted(config.model_options.items())
+    lora = dataclasses.asdict(config.lora)
+    return digest(
+        sorted(fingerprint.of(arrays).items()),
+        repr(model),
+        repr(lora),
+        dataset.fingerprint,
+        config.precision.compute,
+        repr(config.precision.recipe),
+    )
+
+
+# --- the file -------------------------------------------------------------------------
+
+
+def _read(file: Path) -> Stored | None:
+    """Reads a stored file; None if it is absent, damaged, or of another version."""
+    try:
+        with open_regular(file) as stream, np.load(stream, allow_pickle=False) as kept:
+            header = parse_json(str(kept[_HEADER]), dict)
+            header = run_format.unmarked(header, file)
+            places = np.asarray(kept["places"])
+            values = np.asarray(kept["values"])
+    except (Malformed, run_format.OtherVersion):
+        return None
+    except Exception:  # numpy and zipfile raise many types for damaged files
+        return None
+    is_right = (
+        places.ndim == 2
+        and places.shape[1] == _PLACE_COLUMNS
+        and places.dtype == np.int64
+        and values.shape == places.shape[:1]
+        and values.dtype == np.float64
+        and isinstance(header.get("key"), str)
+        and isinstance(header.get("data"), str)
+    )
+    if not is_right:
+        return None
+    return Stored(header["key"], header["data"], places, values)
+
+
+def _write(file: Path, stored: Stored) -> None:
+    """Writes a file on the first process.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    header = json.dumps(run_format.marked({"key": stored.key, "data": stored.data}))
+    content = io.BytesIO()
+    np.savez(
+        content,
+        **{_HEADER: np.array(header)},
+        places=stored.places,
+        values=stored.values,
+    )
+    with coordination.raise_on_all():
+        if coordination.is_lead():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write_bytes(file, content.getvalue(), durable=True)
