@@ -12,6 +12,7 @@ from jaxdist.config import ConfigError
 from jaxdist.config.annotations import OutsideStep, ReadWith, Resume
 from jaxdist.data.reading import expanded
 from jaxdist.data.samples import INDEX
+from jaxdist.data.sources.record_formats import RECORD_FORMATS, formats_that_read
 from jaxdist.data.sources.source import (
     Mixture,
     SampleShape,
@@ -23,14 +24,16 @@ from jaxdist.data.sources.table import (
     guess_source,
     parts_of_mixtures,
     readers_of,
-    sources_of_chats,
+    sources_of_records,
 )
 from jaxdist.data.tokenizer_config import SpecialTokens
 
 if TYPE_CHECKING:
     SourceName = str
+    FormatName = str
 else:
     SourceName = Literal[tuple(SOURCES)]
+    FormatName = Literal[tuple(RECORD_FORMATS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +50,11 @@ class DataConfig:
     text_field: Annotated[
         str,
         ReadWith("data.source", readers_of("text_field")),
-        ReadWith("data.format", ("text",)),
+        ReadWith("data.format", formats_that_read("text_field")),
     ] = "text"
     # content of a record: text = a text in text_field; chat = messages, or prompt and
     # completion (extra chat)
-    format: Literal["text", "chat"] = "text"
+    format: FormatName = "text"
     # file of a jinja template, for format=chat; "" = the template of the tokenizer
     chat_template: str = ""
     # bytes, bpe:SIZE (trained once and saved), or the path of a tokenizer.json
@@ -117,23 +120,29 @@ class DataConfig:
         return not isinstance(SOURCES.get(self.source), SampleSource)
 
     @property
+    def uses_template(self) -> bool:
+        """Whether a chat template may render the records."""
+        return RECORD_FORMATS[self.format].uses_template
+
+    @property
     def truncates(self) -> bool:
         """Whether the excess of documents longer than a sequence is dropped."""
         if self.long_documents == "auto":
-            return self.format == "chat"
+            return RECORD_FORMATS[self.format].truncates
         return self.long_documents == "truncate"
 
     @property
     def cut(self) -> str:
         """The way documents are cut into rows, for the data's fingerprint."""
-        is_usual = self.truncates == (self.format == "chat")
+        is_usual = self.truncates == RECORD_FORMATS[self.format].truncates
         return self.packing if is_usual else f"{self.packing} {self.long_documents}"
 
     def faults(self) -> list[str]:
         """Lists the contradictions between the settings, one line each."""
-        if self.source not in SOURCES:  # the range of the key is checked elsewhere
+        # The ranges of the keys are checked elsewhere.
+        if self.source not in SOURCES or self.format not in RECORD_FORMATS:
             return []
-        return [*self._source_faults(), *self._cut_faults(), *self._chat_faults()]
+        return [*self._source_faults(), *self._cut_faults(), *self._format_faults()]
 
     def _source_faults(self) -> Iterator[str]:
         source = SOURCES[self.source]
@@ -183,28 +192,30 @@ class DataConfig:
                 "set data.packing=documents."
             )
 
-    def _chat_faults(self) -> Iterator[str]:
-        if self.format == "text":
-            if self.chat_template:
-                yield (
-                    f"data.chat_template={self.chat_template} is only for chats; "
-                    "set data.format=chat."
-                )
-            return
-        if not SOURCES[self.source].has_chats:
+    def _format_faults(self) -> Iterator[str]:
+        name = self.format
+        record_format = RECORD_FORMATS[name]
+        if self.chat_template and not record_format.uses_template:
             yield (
-                f"data.format=chat: data.source={self.source} has no chats; "
-                f"required: {', '.join(sources_of_chats())}."
+                f"data.chat_template={self.chat_template} is only for chats; "
+                "set data.format=chat."
+            )
+        if not record_format.has_examples:
+            return
+        if not SOURCES[self.source].has_records:
+            yield (
+                f"data.format={name}: data.source={self.source} has no "
+                f"{record_format.contents}; required: {', '.join(sources_of_records())}."
             )
         if self.packing == "window":
             yield (
-                "data.format=chat: windows would mix examples; "
+                f"data.format={name}: windows would mix examples; "
                 "set data.packing=documents."
             )
         if self.special_tokens == "text":
             yield (
-                "data.format=chat: chats need their special tokens; "
-                "set data.special_tokens=tokens."
+                f"data.format={name}: {record_format.contents} need their special "
+                "tokens; set data.special_tokens=tokens."
             )
 
 

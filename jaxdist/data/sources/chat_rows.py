@@ -1,9 +1,11 @@
-"""Rows of chats: the form that a record must have, in files of any kind."""
+"""Rows of chats (`data.format=chat`): the form of a record, in files of any kind."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from jaxdist.data.sources.documents import SourceOptions
+from jaxdist.data.sources.record_format import RecordFormat
 from jaxdist.storage.untrusted import Malformed, of_kind, parse_json
 
 FIELDS = ("messages", "prompt", "completion", "tools")  # fields that are read
@@ -54,3 +56,23 @@ def _messages(turns: Any, name: str) -> list[dict[str, Any]]:
     if not messages:
         raise Malformed(f"{name!r} is empty; required: at least one message")
     return messages
+
+
+def _fits(options: SourceOptions, names: Collection[str]) -> bool:
+    return "messages" in names or {"prompt", "completion"} <= set(names)
+
+
+FORMAT = RecordFormat(
+    name="chat",
+    contents="chats",
+    fields=lambda options: FIELDS,
+    fits=_fits,
+    needed=lambda options: NEEDED,
+    texts=lambda options, record: [chat_row(record)],
+    fields_fix="Rename the fields, or set data.format=text",
+    values_fix="Mend or remove the row",
+    reads=("chat_template", "long_documents"),
+    has_examples=True,
+    uses_template=True,
+    truncates=True,
+)
