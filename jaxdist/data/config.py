@@ -53,9 +53,10 @@ class DataConfig:
         ReadWith("data.format", formats_that_read("text_field")),
     ] = "text"
     # content of a record: text = a text in text_field; chat = messages, or prompt and
-    # completion (extra chat)
+    # completion (extra chat); preferences = a prompt, a chosen and a rejected answer
     format: FormatName = "text"
-    # file of a jinja template, for format=chat; "" = the template of the tokenizer
+    # file of a jinja template, for format=chat or preferences; "" = the template of the
+    # tokenizer
     chat_template: str = ""
     # bytes, bpe:SIZE (trained once and saved), or the path of a tokenizer.json
     tokenizer: str = "bytes"
@@ -70,7 +71,13 @@ class DataConfig:
     long_documents: Annotated[
         Literal["auto", "split", "truncate"],
         ReadWith("data.packing", ("documents",)),
+        ReadWith("data.format", formats_that_read("long_documents")),
     ] = "auto"
+    # kept end of a chosen or rejected example that is longer than half a sequence
+    truncation: Annotated[
+        Literal["keep_start", "keep_end"],
+        ReadWith("data.format", formats_that_read("truncation")),
+    ] = "keep_start"
     # assignment of packed rows to the microbatches and devices of a step: none = in
     # order, attention = equal attention work for each
     balance: Annotated[Literal["none", "attention"], Resume("harmless")] = "none"
@@ -134,6 +141,8 @@ class DataConfig:
     @property
     def cut(self) -> str:
         """The way documents are cut into rows, for the data's fingerprint."""
+        if "truncation" in RECORD_FORMATS[self.format].reads:
+            return f"{self.packing} {self.format} {self.truncation}"
         is_usual = self.truncates == RECORD_FORMATS[self.format].truncates
         return self.packing if is_usual else f"{self.packing} {self.long_documents}"
 

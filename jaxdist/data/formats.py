@@ -8,9 +8,11 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from jaxdist.data import chat, splits
+from jaxdist.data import chat, preferences, splits
+from jaxdist.data.chat import ChatEncoder
 from jaxdist.data.config import DataConfig
 from jaxdist.data.dataset import DatasetSplit
+from jaxdist.data.preferences import PreferenceEncoder
 from jaxdist.data.token_cache import Encoder, Log, TextEncoder
 from jaxdist.data.token_files import TokenStore
 from jaxdist.data.tokenizer import Tokenizer
@@ -65,19 +67,25 @@ def _text_encoder(
     return TextEncoder(tokenizer), tokenizer.config
 
 
-def _chat_encoder(
-    config: DataConfig, tokenizer: Tokenizer, folder: Path | None
-) -> tuple[Encoder, TokenizerConfig]:
-    chats = chat.open_encoder(config, tokenizer, folder)
-    settings = dataclasses.replace(
-        tokenizer.config,
-        end_ids=chats.end_ids,
-        chat_template=chats.template.source if chats.template else "",
-    )
-    return chats, settings
+def _opener(encoder_class: type[ChatEncoder]) -> OpenEncoder:
+    """Makes a function that opens a chat encoder of a class."""
+
+    def open_encoder(
+        config: DataConfig, tokenizer: Tokenizer, folder: Path | None
+    ) -> tuple[Encoder, TokenizerConfig]:
+        chats = chat.open_encoder(config, tokenizer, folder, encoder_class)
+        settings = dataclasses.replace(
+            tokenizer.config,
+            end_ids=chats.end_ids,
+            chat_template=chats.template.source if chats.template else "",
+        )
+        return chats, settings
+
+    return open_encoder
 
 
 FORMATS: dict[str, Format] = {
     "text": Format(_text_encoder, splits.cut_texts),
-    "chat": Format(_chat_encoder, splits.cut_examples),
+    "chat": Format(_opener(ChatEncoder), splits.cut_examples),
+    "preferences": Format(_opener(PreferenceEncoder), preferences.cut_pairs),
 }

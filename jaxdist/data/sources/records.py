@@ -96,5 +96,5 @@ def record_documents(
         texts = record_format.texts(options, record)
     except Malformed as error:
         raise ConfigError(f"{where}: {error}. {record_format.values_fix}.") from error
-    for text in texts:
-        yield Document(name, text)
+    for number, text in enumerate(texts):
+        yield Document(name, text, continues_record=number > 0)
