@@ -47,10 +47,9 @@ _VERSION = 1
 class PreferenceEncoder(ChatEncoder):
     """Encoder of the halves of pairs, which follow each other.
 
-    Tokens may merge across the end of a prompt. The completion then begins where the
-    tokens of the prompt end to agree with those of either half, as in TRL's
-    `DPOTrainer`. Both halves thus begin with the same tokens, and are scored for all
-    others.
+    Tokens may merge across the end of a prompt. The completions of both halves then
+    begin at the first token that differs from the prompt's in either half, as in TRL's
+    `DPOTrainer`.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class PreferenceEncoder(ChatEncoder):
             return []
         return [
             f"{counts['mismatch']} halves of pairs do not begin with the prompt's "
-            "tokens; the completion begins where they differ"
+            "tokens; both completions of such a pair begin where they differ"
         ]
 
     def _completion_starts(
