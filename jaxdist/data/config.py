@@ -195,6 +195,13 @@ class DataConfig:
                 "data.long_documents=truncate: windows cut nothing off; "
                 "set data.packing=documents."
             )
+        is_read = self.format in formats_that_read("long_documents")
+        if self.long_documents != "auto" and not is_read:
+            yield (
+                f"data.long_documents={self.long_documents} has no effect: "
+                f"data.format={self.format} keeps one part of each document. Set "
+                "data.truncation, or remove this key."
+            )
         if self.packing == "window" and self.balance != "none":
             yield (
                 f"data.balance={self.balance}: windows all have the same work; "

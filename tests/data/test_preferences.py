@@ -219,6 +219,15 @@ def test_contradictions_of_the_settings_are_named():
     ) in faults(packing="documents")
 
 
+@pytest.mark.parametrize("way", ["split", "truncate"])
+def test_long_documents_are_refused(way):
+    jsonl = {"source": "jsonl", "path": "x", "packing": "documents"}
+    assert faults(**jsonl, long_documents=way) == (
+        f"data.long_documents={way} has no effect: data.format=preferences keeps one "
+        "part of each document. Set data.truncation, or remove this key."
+    )
+
+
 def test_a_key_without_effect_is_named():
     config = run_config.default_config()
     config.data.source, config.data.path = "jsonl", "x"
