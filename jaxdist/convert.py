@@ -97,7 +97,7 @@ def _to_huggingface(flags: argparse.Namespace, target: Path) -> str:
         base_model=config.init.from_huggingface,
         params_dtype=config.precision.params,
         sequence_length=config.batch.sequence_length,
-        has_chats=config.data.format == "chat",
+        has_chats=config.data.uses_template,
     )
     max_shard_gb = flags.max_shard_gb
     if max_shard_gb is None:

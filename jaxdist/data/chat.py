@@ -108,17 +108,22 @@ class ChatEncoder:
         encoded = self.tokenizer.encode_spans(
             [(example.text, example.learned) for example in examples]
         )
-        prompts = [example.prompt for example in examples if example.prompt is not None]
-        encoded_prompts = iter(self.tokenizer.encode_documents(prompts))
+        texts = [example.prompt for example in examples if example.prompt is not None]
+        prompts = self.tokenizer.encode_documents(texts)
+        pairs = zip(examples, encoded, strict=True)
+        wholes = [
+            tokens for example, (tokens, _) in pairs if example.prompt is not None
+        ]
+        for whole, prompt in zip(wholes, prompts, strict=True):
+            if not np.array_equal(whole[: len(prompt)], prompt):
+                notes["mismatch"] += 1
+        starts = iter(self._completion_starts(wholes, prompts))
         begin = self.tokenizer.begin_of_document
         ids = []
         weights = []
         for example, (tokens, learned) in zip(examples, encoded, strict=True):
             if example.prompt is not None:
-                prompt = next(encoded_prompts)
-                if not np.array_equal(tokens[: len(prompt)], prompt):
-                    notes["mismatch"] += 1
-                learned = np.arange(len(tokens)) >= len(prompt)
+                learned = np.arange(len(tokens)) >= next(starts)
             if example.begins and begin is not None:
                 tokens = np.insert(tokens, 0, begin)
                 learned = np.insert(learned, 0, 0)
@@ -131,6 +136,17 @@ class ChatEncoder:
         return [
             f"{counts[key]} rows: {text}" for key, text in _NOTES.items() if counts[key]
         ]
+
+    def _completion_starts(
+        self, wholes: Sequence[np.ndarray], prompts: Sequence[np.ndarray]
+    ) -> list[int]:
+        """Counts the tokens before the first learned one of each prompted example.
+
+        Args:
+          wholes: ids of each example.
+          prompts: ids of its prompt alone.
+        """
+        return [len(prompt) for prompt in prompts]
 
     def _examples(self, documents: Sequence[Document]) -> Iterator[_Example]:
         """Yields the text of each row, with the parts that are learned.
@@ -276,7 +292,10 @@ def _added(prompt: Rendered, text: Rendered) -> tuple[str, Span] | None:
 
 
 def open_encoder(
-    config: DataConfig, tokenizer: Tokenizer, folder: Path | None = None
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    folder: Path | None = None,
+    encoder_class: type[ChatEncoder] = ChatEncoder,
 ) -> ChatEncoder:
     """Makes the encoder of a config's rows, with its chat template or the tokenizer's.
 
@@ -284,6 +303,7 @@ def open_encoder(
       config: settings of the data.
       tokenizer: tokenizer of the texts.
       folder: workdir of a run. A template that it has kept takes precedence.
+      encoder_class: class of the encoder.
 
     Raises:
       ConfigError: the template cannot be read, is invalid, or is harmful.
@@ -301,6 +321,6 @@ def open_encoder(
                 f"{where}: {one_line(error)}; required: a text file, a jinja template"
             ) from error
     if not source:
-        return ChatEncoder(tokenizer)
+        return encoder_class(tokenizer)
     template = chat_template.load(source, tokenizer.config.special, where=where)
-    return ChatEncoder(tokenizer, template)
+    return encoder_class(tokenizer, template)

@@ -12,6 +12,7 @@ from jaxdist.config import ConfigError
 from jaxdist.config.annotations import OutsideStep, ReadWith, Resume
 from jaxdist.data.reading import expanded
 from jaxdist.data.samples import INDEX
+from jaxdist.data.sources.record_formats import RECORD_FORMATS, formats_that_read
 from jaxdist.data.sources.source import (
     Mixture,
     SampleShape,
@@ -23,14 +24,16 @@ from jaxdist.data.sources.table import (
     guess_source,
     parts_of_mixtures,
     readers_of,
-    sources_of_chats,
+    sources_of_records,
 )
 from jaxdist.data.tokenizer_config import SpecialTokens
 
 if TYPE_CHECKING:
     SourceName = str
+    FormatName = str
 else:
     SourceName = Literal[tuple(SOURCES)]
+    FormatName = Literal[tuple(RECORD_FORMATS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +50,13 @@ class DataConfig:
     text_field: Annotated[
         str,
         ReadWith("data.source", readers_of("text_field")),
-        ReadWith("data.format", ("text",)),
+        ReadWith("data.format", formats_that_read("text_field")),
     ] = "text"
     # content of a record: text = a text in text_field; chat = messages, or prompt and
-    # completion (extra chat)
-    format: Literal["text", "chat"] = "text"
-    # file of a jinja template, for format=chat; "" = the template of the tokenizer
+    # completion (extra chat); preferences = a prompt, a chosen and a rejected answer
+    format: FormatName = "text"
+    # file of a jinja template, for format=chat or preferences; "" = the template of the
+    # tokenizer
     chat_template: str = ""
     # bytes, bpe:SIZE (trained once and saved), or the path of a tokenizer.json
     tokenizer: str = "bytes"
@@ -67,7 +71,13 @@ class DataConfig:
     long_documents: Annotated[
         Literal["auto", "split", "truncate"],
         ReadWith("data.packing", ("documents",)),
+        ReadWith("data.format", formats_that_read("long_documents")),
     ] = "auto"
+    # kept end of a chosen or rejected example that is longer than half a sequence
+    truncation: Annotated[
+        Literal["keep_start", "keep_end"],
+        ReadWith("data.format", formats_that_read("truncation")),
+    ] = "keep_start"
     # assignment of packed rows to the microbatches and devices of a step: none = in
     # order, attention = equal attention work for each
     balance: Annotated[Literal["none", "attention"], Resume("harmless")] = "none"
@@ -117,23 +127,31 @@ class DataConfig:
         return not isinstance(SOURCES.get(self.source), SampleSource)
 
     @property
+    def uses_template(self) -> bool:
+        """Whether a chat template may render the records."""
+        return RECORD_FORMATS[self.format].uses_template
+
+    @property
     def truncates(self) -> bool:
         """Whether the excess of documents longer than a sequence is dropped."""
         if self.long_documents == "auto":
-            return self.format == "chat"
+            return RECORD_FORMATS[self.format].truncates
         return self.long_documents == "truncate"
 
     @property
     def cut(self) -> str:
         """The way documents are cut into rows, for the data's fingerprint."""
-        is_usual = self.truncates == (self.format == "chat")
+        if "truncation" in RECORD_FORMATS[self.format].reads:
+            return f"{self.packing} {self.format} {self.truncation}"
+        is_usual = self.truncates == RECORD_FORMATS[self.format].truncates
         return self.packing if is_usual else f"{self.packing} {self.long_documents}"
 
     def faults(self) -> list[str]:
         """Lists the contradictions between the settings, one line each."""
-        if self.source not in SOURCES:  # the range of the key is checked elsewhere
+        # The ranges of the keys are checked elsewhere.
+        if self.source not in SOURCES or self.format not in RECORD_FORMATS:
             return []
-        return [*self._source_faults(), *self._cut_faults(), *self._chat_faults()]
+        return [*self._source_faults(), *self._cut_faults(), *self._format_faults()]
 
     def _source_faults(self) -> Iterator[str]:
         source = SOURCES[self.source]
@@ -177,34 +195,43 @@ class DataConfig:
                 "data.long_documents=truncate: windows cut nothing off; "
                 "set data.packing=documents."
             )
+        is_read = self.format in formats_that_read("long_documents")
+        if self.long_documents != "auto" and not is_read:
+            yield (
+                f"data.long_documents={self.long_documents} has no effect: "
+                f"data.format={self.format} keeps one part of each document. Set "
+                "data.truncation, or remove this key."
+            )
         if self.packing == "window" and self.balance != "none":
             yield (
                 f"data.balance={self.balance}: windows all have the same work; "
                 "set data.packing=documents."
             )
 
-    def _chat_faults(self) -> Iterator[str]:
-        if self.format == "text":
-            if self.chat_template:
-                yield (
-                    f"data.chat_template={self.chat_template} is only for chats; "
-                    "set data.format=chat."
-                )
-            return
-        if not SOURCES[self.source].has_chats:
+    def _format_faults(self) -> Iterator[str]:
+        name = self.format
+        record_format = RECORD_FORMATS[name]
+        if self.chat_template and not record_format.uses_template:
             yield (
-                f"data.format=chat: data.source={self.source} has no chats; "
-                f"required: {', '.join(sources_of_chats())}."
+                f"data.chat_template={self.chat_template} is only for chats; "
+                "set data.format=chat."
+            )
+        if not record_format.has_examples:
+            return
+        if not SOURCES[self.source].has_records:
+            yield (
+                f"data.format={name}: data.source={self.source} has no "
+                f"{record_format.contents}; required: {', '.join(sources_of_records())}."
             )
         if self.packing == "window":
             yield (
-                "data.format=chat: windows would mix examples; "
+                f"data.format={name}: windows would mix examples; "
                 "set data.packing=documents."
             )
         if self.special_tokens == "text":
             yield (
-                "data.format=chat: chats need their special tokens; "
-                "set data.special_tokens=tokens."
+                f"data.format={name}: {record_format.contents} need their special "
+                "tokens; set data.special_tokens=tokens."
             )
 
 

@@ -1,11 +1,11 @@
 """Tokenizer of a dataset, opened or trained, and the encoder that uses it."""
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxdist.data import chat, token_cache, token_files, tokenizer, tokenizer_config
+from jaxdist.data import token_cache, token_files, tokenizer, tokenizer_config
 from jaxdist.data.config import DataConfig
+from jaxdist.data.formats import FORMATS
 from jaxdist.data.sources.documents import Corpus
 from jaxdist.data.token_cache import Encoder, Log
 from jaxdist.data.tokenizer import Tokenizer
@@ -41,16 +41,7 @@ def open_tokenizer(
         cache=config.cache_folder(),
         special_tokens=config.special_tokens,
     )
-    encoder: Encoder = token_cache.TextEncoder(loaded)
-    settings = loaded.config
-    if config.format == "chat":
-        chats = chat.open_encoder(config, loaded, folder)
-        encoder = chats
-        settings = dataclasses.replace(
-            settings,
-            end_ids=chats.end_ids,
-            chat_template=chats.template.source if chats.template else "",
-        )
+    encoder, settings = FORMATS[config.format].open_encoder(config, loaded, folder)
     # A start that failed may have kept the tokenizer without data.chat_template.
     is_new = bool(loaded.content) and not is_kept
     if folder and (is_new or settings != loaded.config):

@@ -11,6 +11,7 @@ from jaxdist.data import splits, token_cache
 from jaxdist.data.config import DataConfig, parts_of
 from jaxdist.data.dataset import Dataset, vocabulary_fault
 from jaxdist.data.encoders import open_tokenizer
+from jaxdist.data.formats import FORMATS
 from jaxdist.data.sources.documents import Corpus, SourceOptions
 from jaxdist.data.sources.source import (
     SampleSource,
@@ -71,7 +72,9 @@ def open_dataset(
         for part, corpus in zip(parts, corpora, strict=True)
     ]
     _check_vocabulary(stores, vocab_size)
-    cut = partial(splits.cut, config, sequence_length=sequence_length, log=log)
+    cut = partial(
+        FORMATS[config.format].cut, config, sequence_length=sequence_length, log=log
+    )
     sides = []
     for train_documents, held_out_documents in splits.split_all(stores, config, log):
         train = cut(train_documents)

@@ -17,6 +17,7 @@ A token is a target of at most one row. These tokens are the target of none:
 import functools
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -297,14 +298,49 @@ def open_packing(
     log: Log,
 ) -> PackingPlan:
     """Reads a stored plan of `plan_packing`, or makes and stores it."""
+    return stored_plan(
+        store,
+        sequence_length,
+        rule=(limit, truncate, bool(store.weights)),
+        make=lambda: plan_packing(
+            store, sequence_length, limit=limit, truncate=truncate
+        ),
+        folder=folder,
+        log=log,
+    )
+
+
+def stored_plan(
+    store: TokenStore,
+    sequence_length: int,
+    *,
+    rule: tuple[object, ...],
+    make: Callable[[], PackingPlan],
+    fits: Callable[[PackingPlan], bool] = lambda plan: True,
+    folder: Path,
+    log: Log,
+) -> PackingPlan:
+    """Reads a stored plan, or makes and stores it.
+
+    Args:
+      store: tokenized documents.
+      sequence_length: S.
+      rule: what decides the plan, apart from the documents and S.
+      make: makes the plan.
+      fits: checks a stored plan for more than that its pieces fit.
+      folder: folder of the plans.
+      log: receives a line if another process makes the plan.
+
+    Raises:
+      ConfigError: files cannot be read or written.
+    """
     documents = digest(*(values.tobytes() for values in store.documents))
-    rule = (sequence_length, limit, truncate, bool(store.weights))
-    key = digest(_VERSION, store.fingerprint, documents, *rule)[:16]
+    key = digest(_VERSION, store.fingerprint, documents, sequence_length, *rule)[:16]
     target = folder / f"packing-{key}.npz"
     with build_lock(target, log):
         plan = _read_plan(target)
-        if plan is None or not _fits(plan, store, sequence_length):
-            plan = plan_packing(store, sequence_length, limit=limit, truncate=truncate)
+        if plan is None or not _fits(plan, store, sequence_length) or not fits(plan):
+            plan = make()
             with atomic.replacing(target) as partial, partial.open("wb") as file:
                 np.savez(file, **plan._asdict())
     return plan

@@ -173,7 +173,7 @@ def _cut_into_blocks(store: TokenStore) -> TokenStore:
     )
 
 
-def cut(
+def cut_texts(
     config: DataConfig,
     store: TokenStore,
     *,
@@ -182,7 +182,7 @@ def cut(
     held_out: bool = False,
     stride: int | None = None,
 ) -> DatasetSplit:
-    """Cuts documents into rows, and logs the fate of those longer than a row.
+    """Cuts texts into rows, and logs the fate of those longer than a row.
 
     Args:
       config: settings of the data.
@@ -196,25 +196,20 @@ def cut(
       ConfigError: the training side is too small.
     """
     length = store.length
-    truncates = stride is None and config.truncates
     kept = length
-    if truncates and not store.weights:
+    if stride is None and config.truncates:
         kept = np.minimum(length, sequence_length + 1)
-    if store.weights:
-        longest = sequence_length if truncates else int(length.max(initial=0))
-        num_tokens = _count_examples(store, longest, log, held_out=held_out)
-    else:
-        num_tokens = int(kept.sum())
-        if not held_out and num_tokens <= sequence_length:
-            raise ConfigError(
-                f"data source {store.name}: {num_tokens} training tokens, but one "
-                f"sample needs {sequence_length + 1}. Give more text, lower "
-                "batch.sequence_length or data.validation_share."
-            )
-    if stride is None and config.packing == "documents" and not store.weights:
+    num_tokens = int(kept.sum())
+    if not held_out and num_tokens <= sequence_length:
+        raise ConfigError(
+            f"data source {store.name}: {num_tokens} training tokens, but one "
+            f"sample needs {sequence_length + 1}. Give more text, lower "
+            "batch.sequence_length or data.validation_share."
+        )
+    if stride is None and config.packing == "documents":
         _log_longer(
             store.name,
-            _side(held_out),
+            side_name(held_out),
             length=length,
             kept=kept,
             sequence_length=sequence_length,
@@ -241,6 +236,42 @@ def cut(
     )
 
 
+def cut_examples(
+    config: DataConfig,
+    store: TokenStore,
+    *,
+    sequence_length: int,
+    log: Log,
+    held_out: bool = False,
+    stride: int | None = None,
+) -> DatasetSplit:
+    """Cuts examples into rows, and logs how many are truncated or dropped.
+
+    See `cut_texts` for the arguments. The tokens of the side are its learned tokens.
+
+    Raises:
+      ConfigError: the training side has no learned tokens.
+    """
+    longest = int(store.length.max(initial=0))
+    if stride is None and config.truncates:
+        longest = sequence_length
+    num_tokens = _count_examples(store, longest, log, held_out=held_out)
+    rows = _make_rows(
+        config,
+        store,
+        sequence_length=sequence_length,
+        log=log,
+        held_out=held_out,
+        stride=stride,
+    )
+    return DatasetSplit(
+        name=store.name,
+        samples=rows,
+        num_tokens=num_tokens,
+        scanned=store.max_id is not None,
+    )
+
+
 def _make_rows(
     config: DataConfig,
     store: TokenStore,
@@ -250,7 +281,7 @@ def _make_rows(
     held_out: bool,
     stride: int | None,
 ) -> Samples:
-    """Makes the rows of documents; see `cut`."""
+    """Makes the rows of documents; see `cut_texts`."""
     limit = config.validation_tokens if held_out else 0
     if stride is not None:
         return sliding.SlidingWindows(
@@ -273,7 +304,8 @@ def _make_rows(
     return packing.PackedDocuments(store, plan, sequence_length)
 
 
-def _side(held_out: bool) -> str:
+def side_name(held_out: bool) -> str:
+    """Names a side of a source for logs: "held-out" or "training"."""
     return "held-out" if held_out else "training"
 
 
@@ -327,7 +359,7 @@ def _count_examples(
     longer = int((length > sequence_length + 1).sum())
     empty = int((learned == 0).sum())
     log(
-        f"data: {store.name}: {len(length)} {_side(held_out)} examples, "
+        f"data: {store.name}: {len(length)} {side_name(held_out)} examples, "
         f"{learned.sum()} of {length.sum()} tokens learned; "
         f"{longer} longer than {sequence_length + 1} tokens "
         f"and cut off there ({(learned_before_cut - learned).sum()} learned tokens lost), "

@@ -431,15 +431,18 @@ def _smallest_dtype(vocab_size: int) -> np.dtype:
 
 
 def _batches(corpus: Corpus) -> Iterator[list[Document]]:
-    """Yields the documents in lists of about _BATCH_CHARACTERS characters."""
+    """Yields the documents in lists of about _BATCH_CHARACTERS characters.
+
+    The documents of one record are in one list.
+    """
     batch: list[Document] = []
     size = 0
     for document in corpus.documents():
-        batch.append(document)
-        size += len(document.text)
-        if size >= _BATCH_CHARACTERS:
+        if size >= _BATCH_CHARACTERS and not document.continues_record:
             yield batch
             batch = []
             size = 0
+        batch.append(document)
+        size += len(document.text)
     if batch:
         yield batch

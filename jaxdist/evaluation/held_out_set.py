@@ -8,7 +8,7 @@ from jaxdist.config import ConfigError
 from jaxdist.data.dataset import Dataset
 from jaxdist.data.sources.table import SOURCES
 from jaxdist.data.user_batches import open_held_out
-from jaxdist.trainer import batching, compose
+from jaxdist.trainer import batching, compose, reference
 from jaxdist.trainer.run_config import RunConfig
 
 
@@ -55,7 +55,9 @@ def open_set(
         config = compose.with_overrides(
             config, {"data.validation_tokens": validation_tokens}
         )
-    return batching.open_data(config, folder, log, stride=stride)
+    dataset = batching.open_data(config, folder, log, stride=stride)
+    reference.attach_stored(config, folder, dataset)
+    return dataset
 
 
 def check_stride(

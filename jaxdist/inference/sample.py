@@ -98,7 +98,7 @@ def _prompt(run: Run, dataset: Dataset, tokenizer: Tokenizer) -> _Prompt:
     text = run.config.train.sample_prompt
     end_tokens = tokenizer.end_ids
     tokens = tokenizer.encode(text)
-    if run.config.data.format != "chat":
+    if not run.config.data.uses_template:
         return _Prompt(tokens, text, end_tokens)
     chats = open_encoder(run.config.data, tokenizer, run.folder)
     if not text.strip():

@@ -15,12 +15,10 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxdist.data.preferences import PAIRS_PER_ROW
 from jaxdist.protocols.model import Batch, Loss
 from jaxdist.protocols.objective import FrozenModule, Terms, TokenObjective
 
-# Largest number of pairs in a row: sums of the halves are [2 P], made by comparisons of
-# [S, 2 P] elements.
-PAIRS_PER_ROW = 64
 # field [B, S] of a batch: the reference's log-probabilities of the targets times their
 # weights; or for each half their sum at one of its tokens
 REFERENCE = "reference"

@@ -83,8 +83,11 @@ def with_auto_limit(config: RunConfig) -> RunConfig:
     Ten evaluations of so many targets take about 2 % of the time of all steps, because a
     forward pass is a third of a step; a run of few steps scores one batch each time. A
     data.validation_tokens that is set stays. Where evaluations are compared (keep_best,
-    patience), the targets must not depend on train.steps, which may be raised.
+    patience), the targets must not depend on train.steps, which may be raised. Pairs
+    are all scored: a run may have computed something for each of them before training.
     """
+    if config.objective.has_pairs:
+        return config
     if config.train.eval_every != AUTO or config.data.validation_tokens:
         return config
     if config.checkpoint.keep_best or config.train.patience:

@@ -45,7 +45,7 @@ FILE = "reference.npz"
 _SAVE_EVERY_S = 30.0
 _SPLITS = ("train", "validation")
 _HEADER = "header"
-# of a piece: number of the side and source, file, first token, number of predictions
+# of a piece: number of its side, file, first token, number of predictions
 _PLACE_COLUMNS = 4
 
 
@@ -156,13 +156,13 @@ def _compute(
     """Computes the values that are missing, batch by batch; see `settle`."""
     size = config.batch.global_size
     values = stored.values
-    rows_in_all = sum(samples.num_rows for _, samples in _sides(dataset))
+    rows_in_all = sum(samples.num_rows for samples in _sides(dataset))
     sums_of = _build_sums(config, built)
     began = saved = time.monotonic()
     done = 0
     computed = 0
     first_piece = 0
-    for split, samples in _sides(dataset):
+    for samples in _sides(dataset):
         counts = samples.piece_counts
         starts = first_piece + np.concatenate([[0], np.cumsum(counts)])
         first_piece = int(starts[-1])
@@ -222,24 +222,19 @@ def _build_sums(
     return sums_of
 
 
-def _sides(dataset: Dataset) -> Iterator[tuple[str, PackedDocuments]]:
-    """Yields the rows of each source: its training data, then its held-out data."""
+def _sides(dataset: Dataset) -> Iterator[PackedDocuments]:
+    """Yields the rows of the training data of each source, then of its held-out data."""
     for split in _SPLITS:
         for samples in dataset.samples(split):
             assert isinstance(samples, PackedDocuments)
-            yield split, samples
+            yield samples
 
 
 def _places(dataset: Dataset) -> np.ndarray:
     """Lists the pieces of all sides, [P, 4]; see `Stored`."""
     parts = []
-    numbers = {split: 0 for split in _SPLITS}
-    for split, samples in _sides(dataset):
-        # a half has one place, whichever side of its source it is on
-        source = numbers[split]
-        numbers[split] += 1
-        pieces = samples.pieces
-        columns = [np.full(len(pieces.owner), source), *pieces]
+    for side, samples in enumerate(_sides(dataset)):
+        columns = [np.full(len(samples.pieces.owner), side), *samples.pieces]
         parts.append(np.stack([column.astype(np.int64) for column in columns], 1))
     return np.concatenate(parts) if parts else np.empty((0, _PLACE_COLUMNS), np.int64)
 
@@ -255,7 +250,7 @@ def _attach(dataset: Dataset, stored: Stored) -> bool:
     if np.isnan(values).any():
         return False
     begin = 0
-    for _, samples in _sides(dataset):
+    for samples in _sides(dataset):
         end = begin + len(samples.pieces.owner)
         samples.set_piece_field(REFERENCE, values[begin:end])
         begin = end

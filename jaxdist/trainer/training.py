@@ -29,6 +29,7 @@ from jaxdist.trainer import (
     initial_weights,
     opening,
     preemption,
+    reference,
     reporting,
     restore,
     run_loop,
@@ -149,9 +150,19 @@ def train(
                 """Makes the state of a run that has not saved."""
                 if sources:
                     all_callbacks.phase("restore", 0)
-                return initial_weights.init_from_sources(
+                initial = initial_weights.init_from_sources(
                     config, built, folder, sources, inputs.build, inputs.initial
                 )
+                reference.settle(
+                    config,
+                    folder,
+                    dataset,
+                    built,
+                    initial.state,
+                    say=this_run.say,
+                    on_batch=lambda: all_callbacks.phase("evaluate", 0),
+                )
+                return initial
 
             start = init_or_restore(
                 this_run,
@@ -160,6 +171,7 @@ def train(
                 first_state,
                 back_to=schedule.back_to,
             )
+            reference.attach_stored(config, folder, dataset)
             if requested.train.epochs:
                 opening.store_steps(this_run, requested)
             with run_loop.build_display(this_run) as display:

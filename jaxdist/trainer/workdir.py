@@ -54,6 +54,7 @@ _WRITTEN = (
     "huggingface",
     "ledger.json",
     "metrics.jsonl",
+    "reference.npz",
     "skipped.json",
 )
 IDENTITY_KEY = "run"  # key of run.json: the identity of the run, as in its checkpoints

@@ -239,11 +239,13 @@ def test_keys_keep_to_their_budgets_and_each_has_a_meaning():
     assert len(others) > 50
     # 152 with offload.parameters: 70B on one node needs its own switch, since gradients
     # are then rounded to precision.compute. 153 with checkpoint.compress: a slow disk or
-    # a store wants fewer bytes, a fast one less processor time beside training.
+    # a store wants fewer bytes, a fast one less processor time beside training. 154 with
+    # data.truncation: a pair of preferences with a long prompt has its completions at
+    # the end, and keeping the start would drop it.
     too_many = (
-        f"{len(others)} keys without features: drop one, or raise 153 and say why"
+        f"{len(others)} keys without features: drop one, or raise 154 and say why"
     )
-    assert len(others) <= 153, too_many
+    assert len(others) <= 154, too_many
     assert not [path for path, field in fields.items() if not field.doc]
 
 

@@ -755,3 +755,35 @@ def test_any_tokenizer_json_gives_a_tokenizer_or_a_line():
             assert "\n" not in str(error)
 
     check()
+
+
+PAIR = {
+    "prompt": [{"role": "user", "content": "a"}],
+    "chosen": [{"role": "assistant", "content": "b"}],
+    "rejected": [{"role": "assistant", "content": "c"}],
+    "tools": "[]",
+}
+
+
+@settings(max_examples=200)
+@given(content=damaged(json.dumps(PAIR).encode()))
+def test_any_line_gives_a_pair_or_a_line(content):
+    sound = json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "a.jsonl"
+        file.write_bytes(content + b"\n" + sound)
+        try:
+            dataset = opened(
+                Path(folder),
+                source="jsonl",
+                path=str(file),
+                format="preferences",
+                packing="documents",
+                validation_share=0,
+            )
+        except ConfigError as error:
+            assert all("\n" not in fault for fault in error.faults)
+            assert "a.jsonl" in str(error)
+        else:
+            segments = dataset.train_batch(0, 1)["segment_ids"]
+            assert segments.max() % 2 == 0

@@ -243,7 +243,7 @@ def test_the_facts_of_a_source_are_rules_of_the_config(name):
     packed = faults(source=name, path="x", packing="documents")
     assert (f"data.source={name} has none" in packed) != source.has_documents
     chats = faults(source=name, path="x", packing="documents", format="chat")
-    assert (f"data.source={name} has no chats" in chats) != source.has_chats
+    assert (f"data.source={name} has no chats" in chats) != source.has_records
     assert ("is only for jaxdist.fit" in faults(source=name)) == (source.from_caller)
     assert DataConfig(source=name).is_text != isinstance(source, SampleSource)
 

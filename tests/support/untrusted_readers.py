@@ -582,6 +582,13 @@ def _of_data(folder: Path) -> dict[str, Reader]:
     (folder / "rows.jsonl").write_bytes(lines)
     (folder / "rows.jsonl.gz").write_bytes(gzip.compress(lines))
     (folder / "text.txt").write_bytes(lines)
+    pairs = (
+        {"prompt": f"{n}?", "chosen": "yes", "rejected": "no", "tools": [{"a": None}]}
+        for n in range(20)
+    )
+    (folder / "pairs.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in pairs)
+    )
     write_schedule(folder / "schedule.json")
 
     def opened(
@@ -628,6 +635,11 @@ def _of_data(folder: Path) -> dict[str, Reader]:
         "megatron tokens": Reader([folder / "m.bin"], BYTES, opened("megatron")),
         "npz": Reader([folder / "rows.npz"], ARCHIVE, opened("arrays")),
         "jsonl": Reader([folder / "rows.jsonl"], LINES, opened("jsonl")),
+        "preferences": Reader(
+            [folder / "pairs.jsonl"],
+            LINES,
+            opened("jsonl", format="preferences", packing="documents"),
+        ),
         "jsonl.gz": Reader([folder / "rows.jsonl.gz"], PACKED, opened("jsonl")),
         "text": Reader([folder / "text.txt"], BYTES, opened("text")),
         "schedule": Reader([folder / "schedule.json"], JSON, _schedule),

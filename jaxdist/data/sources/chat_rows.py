@@ -1,9 +1,11 @@
-"""Rows of chats: the form that a record must have, in files of any kind."""
+"""Rows of chats (`data.format=chat`): the form of a record, in files of any kind."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from jaxdist.data.sources.documents import SourceOptions
+from jaxdist.data.sources.record_format import RecordFormat
 from jaxdist.storage.untrusted import Malformed, of_kind, parse_json
 
 FIELDS = ("messages", "prompt", "completion", "tools")  # fields that are read
@@ -17,9 +19,7 @@ def chat_row(record: Mapping[str, Any]) -> str:
       Malformed: the record has neither, or they are not lists of messages. A prompt and
         its completion may also be texts.
     """
-    row = {name: record[name] for name in FIELDS if record.get(name) is not None}
-    if isinstance(row.get("tools"), str):
-        row["tools"] = parse_json(row["tools"], list)
+    row = values_of(record, FIELDS)
     turns = ["prompt", "completion"]
     if "messages" in row:
         turns = ["messages"]
@@ -29,12 +29,29 @@ def chat_row(record: Mapping[str, Any]) -> str:
     are_texts = all(isinstance(row[name], str) for name in turns)
     if "messages" in row or not are_texts:
         for name in turns:
-            row[name] = _messages(row[name], name)
+            row[name] = messages_of(row[name], name)
+    return row_json(row)
+
+
+def values_of(record: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+    """Reads the fields of a record that are not None. Tools may be JSON.
+
+    Raises:
+      Malformed: the tools are no JSON of a list.
+    """
+    row = {name: record[name] for name in fields if record.get(name) is not None}
+    if isinstance(row.get("tools"), str):
+        row["tools"] = parse_json(row["tools"], list)
+    return row
+
+
+def row_json(row: Mapping[str, Any]) -> str:
+    """Formats a row as JSON, the text of a document."""
     # JSON may contain half a surrogate pair, which no tokenizer accepts.
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace").decode()
 
 
-def _messages(turns: Any, name: str) -> list[dict[str, Any]]:
+def messages_of(turns: Any, name: str) -> list[dict[str, Any]]:
     """Checks messages, and drops the fields that are None, as tables fill them.
 
     Raises:
@@ -54,3 +71,23 @@ def _messages(turns: Any, name: str) -> list[dict[str, Any]]:
     if not messages:
         raise Malformed(f"{name!r} is empty; required: at least one message")
     return messages
+
+
+def _fits(options: SourceOptions, names: Collection[str]) -> bool:
+    return "messages" in names or {"prompt", "completion"} <= set(names)
+
+
+FORMAT = RecordFormat(
+    name="chat",
+    contents="chats",
+    fields=lambda options: FIELDS,
+    fits=_fits,
+    needed=lambda options: NEEDED,
+    texts=lambda options, record: [chat_row(record)],
+    fields_fix="Rename the fields, or set data.format=text",
+    values_fix="Mend or remove the row",
+    reads=("chat_template", "long_documents"),
+    has_examples=True,
+    uses_template=True,
+    truncates=True,
+)

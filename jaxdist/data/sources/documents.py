@@ -33,7 +33,7 @@ class SourceOptions(Protocol):
 
     @property
     def format(self) -> str:
-        """The content of a record: text or chat."""
+        """The content of a record: the name of a record format."""
 
     @property
     def bin_dtype(self) -> str:
@@ -46,6 +46,9 @@ class Document(NamedTuple):
     id: str
     text: str
     is_damaged: bool = False  # some bytes were not UTF-8 and became U+FFFD
+    # whether it belongs to the record of the document before; both are encoded in one
+    # call
+    continues_record: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

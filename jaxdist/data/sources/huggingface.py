@@ -11,7 +11,7 @@ import datasets
 from jaxdist.config import ConfigError
 from jaxdist.data.reading import one_line, reading
 from jaxdist.data.sources.documents import Corpus, Document, SourceOptions
-from jaxdist.data.sources.records import columns_of, record_document
+from jaxdist.data.sources.records import columns_of, record_documents
 from jaxdist.storage.digest import digest
 
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # files of save_to_disk
@@ -39,7 +39,7 @@ def open_corpus(options: SourceOptions) -> Corpus:
     def documents() -> Iterator[Document]:
         with reading(name, Exception):  # `datasets` raises many types
             for number, row in enumerate(rows):
-                yield record_document(
+                yield from record_documents(
                     row,
                     options,
                     where=f"{name} row {number}",

@@ -7,7 +7,7 @@ from jaxdist.config import ConfigError
 from jaxdist.data.reading import reading
 from jaxdist.data.sources.documents import Corpus, Document, SourceOptions
 from jaxdist.data.sources.files import File, Line, find_files, read_lines
-from jaxdist.data.sources.records import corpus_of_records, record_document
+from jaxdist.data.sources.records import corpus_of_records, record_documents
 from jaxdist.storage.untrusted import Malformed, parse_json
 
 
@@ -21,12 +21,12 @@ def open_corpus(options: SourceOptions) -> Corpus:
 
 
 def _read(file: File, options: SourceOptions) -> Iterator[Document]:
-    """Yields one document per line that is not blank."""
+    """Yields the documents of each line that is not blank."""
     with reading(file.path):
         for line in read_lines(file):
             if line.content.strip():
                 where = f"{file.path} line {line.number}"
-                yield record_document(
+                yield from record_documents(
                     _parse(line, where),
                     options,
                     where=where,

@@ -15,7 +15,7 @@ from jaxdist.data.sources.files import File, find_files
 from jaxdist.data.sources.records import (
     columns_of,
     corpus_of_records,
-    record_document,
+    record_documents,
 )
 
 
@@ -29,7 +29,7 @@ def open_corpus(options: SourceOptions) -> Corpus:
 
 
 def _read(file: File, options: SourceOptions) -> Iterator[Document]:
-    """Yields the rows of a file, with one batch of rows in memory at a time.
+    """Yields the documents of a file's rows, with one batch of rows in memory at a time.
 
     Raises:
       ConfigError: the file is not a parquet file, or lacks a required column.
@@ -44,7 +44,7 @@ def _read(file: File, options: SourceOptions) -> Iterator[Document]:
     with reading(file.path, pyarrow.ArrowException):
         columns = columns_of(options, table.schema_arrow.names, file.path)
         for number, row in enumerate(_rows(table, file, columns)):
-            yield record_document(
+            yield from record_documents(
                 row,
                 options,
                 where=f"{file.path} row {number}",

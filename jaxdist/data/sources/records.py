@@ -1,16 +1,16 @@
 """Records (rows of jsonl files and tables) as documents.
 
-A record is a text in the field `data.text_field`, or a chat (`data.format=chat`). If it
-has an `id` that is not empty, this is the id of the document.
+`data.format` names the form of a record (`jaxdist.data.sources.record_formats`). If a
+record has an `id` that is not empty, this is the id of its documents.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from jaxdist.config import ConfigError
 from jaxdist.data.reading import one_line
-from jaxdist.data.sources import chat_rows
 from jaxdist.data.sources.documents import Corpus, Document, SourceOptions
 from jaxdist.data.sources.files import File, corpus_of
+from jaxdist.data.sources.record_formats import RECORD_FORMATS
 from jaxdist.storage.untrusted import Malformed
 
 
@@ -32,13 +32,6 @@ def corpus_of_records(
     return corpus_of(options.name, files, lambda file: read(file, options))
 
 
-def fields_of(options: SourceOptions) -> tuple[str, ...]:
-    """Lists the fields or columns of a record that are read, except its `id`."""
-    if options.format == "text":
-        return (options.text_field,)
-    return chat_rows.FIELDS
-
-
 def columns_of(
     options: SourceOptions, names: Sequence[str], where: object
 ) -> list[str]:
@@ -48,11 +41,11 @@ def columns_of(
       ConfigError: the table lacks a required column.
     """
     check_fields(options, names, where)
-    columns = (*fields_of(options), "id")
+    columns = (*RECORD_FORMATS[options.format].fields(options), "id")
     return [name for name in names if name in columns]
 
 
-def check_fields(options: SourceOptions, names: Iterable[str], where: object) -> None:
+def check_fields(options: SourceOptions, names: Collection[str], where: object) -> None:
     """Checks that fields or columns of these names make up a record.
 
     Args:
@@ -61,33 +54,30 @@ def check_fields(options: SourceOptions, names: Iterable[str], where: object) ->
       where: file and line or row, for errors.
 
     Raises:
-      ConfigError: a field is missing that the config's format requires.
+      ConfigError: a field is missing that the config's format requires. If the fields
+        fit another format, the error names it.
     """
-    known = set(names)
-    has_chats = "messages" in known or {"prompt", "completion"} <= known
-    present = f"(has: {one_line(', '.join(sorted(known)))})"
-    if options.format == "chat" and not has_chats:
-        raise ConfigError(
-            f"{where}: no {chat_rows.NEEDED} {present}. "
-            "Rename the fields, or set data.format=text."
-        )
-    if options.format == "text" and options.text_field not in known:
-        fix = "Set data.format=chat" if has_chats else "Set data.text_field"
-        raise ConfigError(
-            f"{where}: no text in field {options.text_field!r} {present}. {fix}."
-        )
+    record_format = RECORD_FORMATS[options.format]
+    if record_format.fits(options, names):
+        return
+    fix = record_format.fields_fix
+    for name, other in RECORD_FORMATS.items():
+        if other.is_recognized and other.fits(options, names):
+            fix = f"Set data.format={name}"
+    present = f"(has: {one_line(', '.join(sorted(names)))})"
+    raise ConfigError(f"{where}: no {record_format.needed(options)} {present}. {fix}.")
 
 
-def record_document(
+def record_documents(
     record: object, options: SourceOptions, *, where: str, default_id: str
-) -> Document:
-    """Makes a document of one record.
+) -> Iterator[Document]:
+    """Yields the documents of one record, at least one. All have the same id.
 
     Args:
       record: the record.
       options: settings of the data.
       where: file and line or row, for errors.
-      default_id: id of the document if the record has no `id`, or an empty one.
+      default_id: id of the documents if the record has no `id`, or an empty one.
 
     Raises:
       ConfigError: the record does not have the form of `data.format`.
@@ -101,18 +91,10 @@ def record_document(
     # Documents of one id are held out together, so an empty id counts as none.
     if record.get("id") not in (None, ""):
         name = str(record["id"])
-    if options.format == "chat":
-        try:
-            return Document(name, chat_rows.chat_row(record))
-        except Malformed as error:
-            raise ConfigError(f"{where}: {error}. Mend or remove the row.") from error
-    text = record[options.text_field]
-    if not isinstance(text, str):
-        raise ConfigError(
-            f"{where}: field {options.text_field!r} is {type(text).__name__}; "
-            "required: a text. Mend the row, or set data.text_field."
-        )
-    # JSON may contain half a surrogate pair, which no tokenizer accepts.
-    if not text.isascii():
-        text = text.encode("utf-8", "replace").decode()
-    return Document(name, text)
+    record_format = RECORD_FORMATS[options.format]
+    try:
+        texts = record_format.texts(options, record)
+    except Malformed as error:
+        raise ConfigError(f"{where}: {error}. {record_format.values_fix}.") from error
+    for number, text in enumerate(texts):
+        yield Document(name, text, continues_record=number > 0)

@@ -34,7 +34,7 @@ class Source:
     endings: tuple[str, ...] = ()
     # whether borders of documents are known, for data.packing=documents
     has_documents: bool = True
-    has_chats: bool = False  # whether records may be chats, for data.format=chat
+    has_records: bool = False  # whether it reads records, which have a data.format
     # keys of `data.*` that `open` reads besides data.path; they are a part of the
     # corpus's stamp, and `open` gets no others
     reads: tuple[str, ...] = ()

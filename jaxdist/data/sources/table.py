@@ -66,7 +66,7 @@ SOURCES: dict[str, Source] = {
     "jsonl": TextSource(
         open=jsonl.open_corpus,
         endings=(".jsonl", ".jsonl.gz", ".json", ".json.gz"),
-        has_chats=True,
+        has_records=True,
         reads=_RECORD,
     ),
     "bin": TokenSource(
@@ -75,16 +75,16 @@ SOURCES: dict[str, Source] = {
     "megatron": TokenSource(open=open_megatron, endings=(".idx",)),
     "huggingface": TextSource(
         open=_late_corpus("jaxdist.data.sources.huggingface"),
-        has_chats=True,
+        has_records=True,
         reads=_RECORD,
     ),
     "parquet": TextSource(
         open=_late_corpus("jaxdist.data.sources.parquet"),
         endings=(".parquet",),
-        has_chats=True,
+        has_records=True,
         reads=_RECORD,
     ),
-    "mixture": Mixture(takes_path=False, has_chats=True),
+    "mixture": Mixture(takes_path=False, has_records=True),
     "digits": SampleSource(shapes=_digits_shapes, read=_read_digits, takes_path=False),
     "arrays": SampleSource(shapes=npz.shapes, read=npz.read, endings=(".npz",)),
     "given": SampleSource(shapes=samples.parse_shapes, from_caller=True),
@@ -117,12 +117,12 @@ def parts_of_mixtures() -> list[str]:
     ]
 
 
-def sources_of_chats() -> list[str]:
-    """Lists the sources whose records may be chats, sources of files first."""
+def sources_of_records() -> list[str]:
+    """Lists the sources that read records, sources of files first."""
     names = [
         name
         for name, source in SOURCES.items()
-        if source.has_chats and isinstance(source, TextSource)
+        if source.has_records and isinstance(source, TextSource)
     ]
     return sorted(names, key=lambda name: not SOURCES[name].endings)
 
