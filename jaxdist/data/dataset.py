@@ -139,7 +139,7 @@ class Dataset:
         # Held-out rows have consecutive numbers over all sources.
         self._ends = np.cumsum([side.samples.num_rows for side in held_out])
 
-    def samples(self, split: str) -> list[Samples]:
+    def rows_of(self, split: str) -> list[Samples]:
         """Lists the rows of each source on one side.
 
         Args:

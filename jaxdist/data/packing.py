@@ -211,7 +211,8 @@ class PackedDocuments:
         self._length = np.insert(plan.length, ends, padding)
         self._unscored = None if unscored is None else np.insert(unscored, ends, 0)
         self._ends = ends
-        self._piece_fields: dict[str, np.ndarray] = {}
+        # fields of `set_piece_field`, by name
+        self.piece_fields: dict[str, np.ndarray] = {}
         self.pieces = pieces
         # number of pieces in each row
         self.piece_counts = np.diff(plan.first)
@@ -226,7 +227,7 @@ class PackedDocuments:
           values: [P], in the order of `pieces`.
         """
         padded = np.insert(values.astype(np.float32), self._ends, 0)
-        self._piece_fields[name] = padded
+        self.piece_fields[name] = padded
 
     def read(self, rows: np.ndarray) -> Batch:
         """Reads the packed rows, with `segment_ids`."""
@@ -256,7 +257,7 @@ class PackedDocuments:
             "weights": used.astype(np.float32),
         }
         is_first = (positions == 0) & (segments > 0)
-        for name, values in self._piece_fields.items():
+        for name, values in self.piece_fields.items():
             flat[name] = np.where(is_first, np.repeat(values[piece], length), 0)
         return {
             name: values.reshape(-1, self._length_S) for name, values in flat.items()

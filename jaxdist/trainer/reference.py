@@ -44,7 +44,6 @@ from jaxdist.trainer.run_config import RunConfig
 FILE = "reference.npz"
 _SAVE_EVERY_S = 30.0
 _SPLITS = ("train", "validation")
-_HEADER = "header"
 # of a piece: number of its side, file, first token, number of predictions
 _PLACE_COLUMNS = 4
 
@@ -67,12 +66,14 @@ def needed(config: RunConfig) -> bool:
 def attach_stored(config: RunConfig, folder: Path, dataset: Dataset) -> None:
     """Adds the field REFERENCE to a run's data, from the file of its workdir.
 
-    It does nothing if the run needs none.
+    It does nothing if the run needs none, or has it already.
 
     Raises:
       ConfigError: the file is missing or damaged, or lacks some answers.
     """
     if not needed(config):
+        return
+    if all(REFERENCE in samples.piece_fields for samples in _sides(dataset)):
         return
     stored = _read(folder / FILE)
     if stored is None:
@@ -211,9 +212,7 @@ def _build_sums(
     replicated = NamedSharding(built.mesh, P())
     program = jax.jit(sums, out_shardings=replicated)
 
-    def sums_of(
-        state: State, samples: PackedDocuments, rows: np.ndarray
-    ) -> np.ndarray:
+    def sums_of(state: State, samples: PackedDocuments, rows: np.ndarray) -> np.ndarray:
         chosen = rows[placer.rows]
         batch = samples.read(chosen)
         batch["sample"] = chosen.astype(np.int32)
@@ -225,7 +224,7 @@ def _build_sums(
 def _sides(dataset: Dataset) -> Iterator[PackedDocuments]:
     """Yields the rows of the training data of each source, then of its held-out data."""
     for split in _SPLITS:
-        for samples in dataset.samples(split):
+        for samples in dataset.rows_of(split):
             assert isinstance(samples, PackedDocuments)
             yield samples
 
@@ -282,7 +281,7 @@ def _read(file: Path) -> Stored | None:
     """Reads a stored file; None if it is absent, damaged, or of another version."""
     try:
         with open_regular(file) as stream, np.load(stream, allow_pickle=False) as kept:
-            header = parse_json(str(kept[_HEADER]), dict)
+            header = parse_json(str(kept["header"]), dict)
             header = run_format.unmarked(header, file)
             places = np.asarray(kept["places"])
             values = np.asarray(kept["values"])
@@ -314,7 +313,7 @@ def _write(file: Path, stored: Stored) -> None:
     content = io.BytesIO()
     np.savez(
         content,
-        **{_HEADER: np.array(header)},
+        header=np.array(header),
         places=stored.places,
         values=stored.values,
     )

@@ -86,8 +86,11 @@ def shrink_config(
     if run.data.is_text:
         length = min(32, length)
         new["batch.sequence_length"] = length
-        # Batches are synthetic, so the source of the data does not matter.
+        # Batches are synthetic, so most of the data does not matter. An objective may
+        # need a format, which only some sources have.
         data = DataConfig(packing=run.data.packing)
+        if run.objective.has_pairs:
+            data = run.data
         run = compose.with_overrides(run, {"data": data})
     new |= _tiny_model(run, length, num_devices, build)
     changed = {path: value for path, value in new.items() if old[path] != value}

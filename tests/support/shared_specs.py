@@ -24,6 +24,7 @@ def _model_spec(config: RunConfig, build: Any = None) -> ModelSpec:
     read = [
         values["model"],
         values["lora"],
+        values["objective"],
         values["optimizer"]["frozen"],
         values["sharding"]["rules"],
     ]
