@@ -159,6 +159,7 @@ def train(
                 all_callbacks.phase,
                 first_state,
                 back_to=schedule.back_to,
+                newest=schedule.newest,
             )
             if requested.train.epochs:
                 opening.store_steps(this_run, requested)
