@@ -49,6 +49,15 @@ def describe(
         run.note(line)
 
 
+def failed_start(run: Run, error: Exception) -> None:
+    """Writes the error of a run that ends before its first step, for `status`.
+
+    Before the workdir is locked and open, nothing is written: it may be another's.
+    """
+    lines = str(error).splitlines() or [type(error).__name__]
+    run.event("start_failed", error=lines[0])
+
+
 def _epoch_lines(composition: Composition, dataset: Dataset) -> list[str]:
     """Describes the steps of an epoch, and the epochs of the run; [] if unknown."""
     samples = dataset.epoch_samples

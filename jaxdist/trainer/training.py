@@ -123,6 +123,7 @@ def train(
             on_progress=all_callbacks.progress,
             request_stop=lambda: signals.hear(signal.SIGTERM),
         )
+        has_begun = False
         try:
             all_callbacks.phase("start")
             opening.open_workdir(this_run, requested, all_callbacks, stack)
@@ -163,6 +164,7 @@ def train(
             )
             if requested.train.epochs:
                 opening.store_steps(this_run, requested)
+            has_begun = True
             with run_loop.build_display(this_run) as display:
                 if title:
                     display.note(title)
@@ -174,6 +176,8 @@ def train(
                     raise end.error
         except BaseException as error:
             if isinstance(error, Exception):
+                if not has_begun:
+                    reporting.failed_start(this_run, error)
                 all_callbacks.fault(error)
             raise
         return TrainResult(
