@@ -33,6 +33,7 @@ def open_dataset(
     folder: Path | None = None,
     log: Log = print,
     stride: int | None = None,
+    summary: bool = True,
 ) -> Dataset:
     """Opens the dataset of a config. The corpus is tokenized on first use.
 
@@ -47,6 +48,7 @@ def open_dataset(
       log: receives a line per event, and every few seconds of work.
       stride: tokens by which windows over held-out documents move
         (`jaxdist.data.sliding`); None = no sliding windows.
+      summary: whether to log the size of the dataset.
 
     Raises:
       ConfigError: missing, empty or too small corpora, ids beyond the vocabulary, or
@@ -58,7 +60,7 @@ def open_dataset(
         raise ConfigError(faults)
     source = SOURCES[config.source]
     if isinstance(source, SampleSource):
-        return _open_samples(source, config, seed=seed, log=log)
+        return _open_samples(source, config, seed=seed, log=log, summary=summary)
     weights, parts = parts_of(config)
     num_train = len(parts)
     if config.validation_path:  # a separate corpus, which no mixture has
@@ -91,16 +93,17 @@ def open_dataset(
             *(store.fingerprint for store in stores),
         ),
     )
-    log(
-        f"data: {dataset.num_train_samples} training samples of {sequence_length} "
-        f"tokens ({dataset.num_train_tokens} tokens), "
-        f"{dataset.num_validation_tokens} held-out targets"
-    )
+    if summary:
+        log(
+            f"data: {dataset.num_train_samples} training samples of {sequence_length} "
+            f"tokens ({dataset.num_train_tokens} tokens), "
+            f"{dataset.num_validation_tokens} held-out targets"
+        )
     return dataset
 
 
 def _open_samples(
-    source: SampleSource, config: DataConfig, *, seed: int, log: Log
+    source: SampleSource, config: DataConfig, *, seed: int, log: Log, summary: bool
 ) -> Dataset:
     """Opens a dataset of samples of arrays, and logs the shapes of a sample."""
     sides, fingerprint = splits.split_samples(source, config)
@@ -109,10 +112,11 @@ def _open_samples(
         f"{name} {list(shape.dims)} {shape.dtype}"
         for name, shape in source.shapes(config.path).items()
     )
-    log(
-        f"data: {config.name}: {train.num_tokens} samples of {contents}; "
-        f"{held_out.num_tokens} held out"
-    )
+    if summary:
+        log(
+            f"data: {config.name}: {train.num_tokens} samples of {contents}; "
+            f"{held_out.num_tokens} held out"
+        )
     return Dataset([sides], seed=seed, fingerprint=fingerprint)
 
 

@@ -55,9 +55,10 @@ def test_a_run_of_epochs_counts_its_steps_evaluates_and_writes_a_sample(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(sample, "_AUTO_TOKENS", 4)
-    held = str(tmp_path / "text.txt")
+    held = str(tmp_path / "held.txt")
     # 2,300 tokens are 144 rows, of which the last needs a token more
     config = config_of(tmp_path, train__epochs=0.5, data__validation_path=held)
+    Path(held).write_text("the dog sat on the mat\n" * 90)
     seen = Seen()
     run = tmp_path / "run"
     callbacks = [sample.Sample(), seen]
@@ -68,6 +69,11 @@ def test_a_run_of_epochs_counts_its_steps_evaluates_and_writes_a_sample(
     assert seen.steps == 18
     assert "epochs: 35.8 steps an epoch, 0.503 epochs planned" in said
     assert "all steps have the same rows" not in said
+    # the data are opened twice: to count them, and to train
+    lines = [line for line in said.splitlines() if line.startswith("data: ")]
+    assert len(lines) == len(set(lines))
+    assert sum("training samples of 16 tokens" in line for line in lines) == 1
+    assert lines[-1].endswith(" 64 held-out targets")
     rows = read_rows(run)
     assert [row["step"] for row in rows.evaluation] == list(range(2, 19, 2))
     # one batch, not all that is held out
