@@ -30,6 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     system_turns = []
     if flags.system:
         system_turns = [_turn("system", flags.system)]
+    if flags.chat:
+        exit_code.print_error(run.chat_warning)
     if flags.interactive:
         return _interact(run, system_turns if flags.chat else None, options)
     options["num_samples"] = flags.num_samples

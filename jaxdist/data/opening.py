@@ -8,6 +8,7 @@ from typing import Any, cast
 from jaxdist.config import ConfigError
 from jaxdist.config.schema import faults as config_faults
 from jaxdist.data import splits, token_cache
+from jaxdist.data.chat import ChatEncoder
 from jaxdist.data.config import DataConfig, parts_of
 from jaxdist.data.dataset import Dataset, vocabulary_fault
 from jaxdist.data.encoders import open_tokenizer
@@ -68,6 +69,8 @@ def open_dataset(
     corpora = [open_corpus(part, log) for part in parts]
     texts = [corpus for corpus in corpora[:num_train] if corpus]
     loaded, encoder = open_tokenizer(config, texts, folder, log)
+    if isinstance(encoder, ChatEncoder) and encoder.warning:
+        log(encoder.warning)
     stores = [
         _open_tokens(part, corpus, encoder, log)
         for part, corpus in zip(parts, corpora, strict=True)

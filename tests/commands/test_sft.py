@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -108,8 +109,15 @@ def test_the_config_is_followed_from_the_quickstart_to_an_answer(
     answer[answer.index("--prompt") : answer.index("--prompt") + 2] = ["--interactive"]
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\nAnd why?\n"))
     assert generate.main([*answer, "--max-tokens", "5", "--temperature", "0"]) == 0
-    assert capsys.readouterr().out == f"{sample.text}\n{second.text}\n"
+    said = capsys.readouterr()
+    assert said.out == f"{sample.text}\n{second.text}\n"
+    assert "warning" not in said.err
     assert run.evaluate().tokens > 0
+    template = Path("runs/sft_lora/chat_template.jinja")
+    template.write_text(template.read_text().replace("\\x03", "\\n"))
+    words = ["--chat", "--prompt", question, "--max-tokens", "2"]
+    assert generate.main([*answer[:2], *words]) == 0
+    assert "generation does not stop there" in capsys.readouterr().err
 
 
 def test_a_chat_goes_out_as_transformers_wants_it(tmp_path, monkeypatch):
