@@ -15,6 +15,7 @@ from jaxdist.config import ConfigError
 from jaxdist.distributed import stop_signals
 from jaxdist.evaluation import loading, trained_run
 from jaxdist.inference.decoding import SamplingConfig
+from jaxdist.storage.untrusted import visible
 from jaxdist.trainer import exit_code, workdir_parser
 
 
@@ -46,8 +47,13 @@ def main(arguments: list[str] | None = None) -> int:
         for number, text in enumerate(texts, 1):
             if len(texts) > 1:
                 print(f"--- {number} of {len(texts)}")
-            print(text)
+            print(_shown(text))
     return 0
+
+
+def _shown(text: str) -> str:
+    """Replaces control characters, which a terminal would obey; others get them all."""
+    return visible(text) if sys.stdout.isatty() else text
 
 
 def _turn(role: str, text: str) -> dict[str, str]:
@@ -129,7 +135,7 @@ def _interact(
             question = [*chat, _turn("user", prompt)]
         try:
             for text in run.stream(question, **options):
-                print(text, end="", flush=True)
+                print(_shown(text), end="", flush=True)
                 answer += text
             if chat is not None:
                 chat += [_turn("user", prompt), _turn("assistant", answer)]
