@@ -15,6 +15,7 @@ from jaxdist.config import ConfigError
 from jaxdist.distributed import stop_signals
 from jaxdist.evaluation import loading, trained_run
 from jaxdist.inference.decoding import SamplingConfig
+from jaxdist.storage.untrusted import visible
 from jaxdist.trainer import exit_code, workdir_parser
 
 
@@ -30,6 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     system_turns = []
     if flags.system:
         system_turns = [_turn("system", flags.system)]
+    if flags.chat:
+        exit_code.print_error(run.chat_warning)
     if flags.interactive:
         return _interact(run, system_turns if flags.chat else None, options)
     options["num_samples"] = flags.num_samples
@@ -44,8 +47,13 @@ def main(arguments: list[str] | None = None) -> int:
         for number, text in enumerate(texts, 1):
             if len(texts) > 1:
                 print(f"--- {number} of {len(texts)}")
-            print(text)
+            print(_shown(text))
     return 0
+
+
+def _shown(text: str) -> str:
+    """Replaces control characters, which a terminal would obey; others get them all."""
+    return visible(text) if sys.stdout.isatty() else text
 
 
 def _turn(role: str, text: str) -> dict[str, str]:
@@ -127,7 +135,7 @@ def _interact(
             question = [*chat, _turn("user", prompt)]
         try:
             for text in run.stream(question, **options):
-                print(text, end="", flush=True)
+                print(_shown(text), end="", flush=True)
                 answer += text
             if chat is not None:
                 chat += [_turn("user", prompt), _turn("assistant", answer)]

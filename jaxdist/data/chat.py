@@ -32,6 +32,12 @@ _NOTES = {
     "last": "the chat template rewrites earlier turns, so the last turn alone is learned",
     "mismatch": "the whole does not begin with the prompt's tokens; as many are not learned",
 }
+_SHOWN = 20  # characters of the end of a turn that a warning shows
+_ENDLESS = (
+    "warning: after an answer the chat template writes {!r}, without an end token: generation "
+    "does not stop there. Write {{{{ eos_token }}}} after each answer, or, for byte tokens, a "
+    "control character, as configs/bytes_chat.jinja does."
+)
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -71,7 +77,13 @@ class ChatEncoder:
             template and template.source,
             sorted(special.items()),
         )
-        self.end_ids = tuple(sorted({*tokenizer.end_ids, *self._turn_ends()}))
+        end_of_turn = self._end_of_turn()
+        ids = [] if end_of_turn is None else tokenizer.encode(end_of_turn).tolist()
+        self.end_ids = tuple(sorted({*tokenizer.end_ids, *self._turn_ends(ids)}))
+        # a line to print, unless generation stops where a turn ends; "" = it stops
+        self.warning = ""
+        if end_of_turn is not None and not set(ids) & set(self.end_ids):
+            self.warning = _ENDLESS.format(end_of_turn[:_SHOWN])
         end = ""
         if tokenizer.end_of_document is not None:
             end = tokenizer.special_tokens.get(tokenizer.end_of_document, "")
@@ -221,26 +233,33 @@ class ChatEncoder:
             )
         return self.template
 
-    def _turn_ends(self) -> list[int]:
-        """Finds the special token that follows an answer; [] if there is none.
+    def _end_of_turn(self) -> str | None:
+        """Renders what follows an answer.
 
-        For a tokenizer of bytes it is a control character.
+        It is None without a template, or if the template refuses such a chat.
         """
         if self.template is None:
-            return []
+            return None
         messages = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": _ANSWER},
         ]
         ((rendered,),) = self.template.render_all([Chat(messages, [View(2)])])
         _, answer, end = rendered.text.rpartition(_ANSWER)  # no text if it is refused
-        if not answer:
-            return []
+        return end if answer else None
+
+    def _turn_ends(self, end: list[int]) -> list[int]:
+        """Finds the special token that follows an answer; [] if there is none.
+
+        For a tokenizer of bytes it is a control character.
+
+        Args:
+          end: ids of what follows an answer.
+        """
         possible_ends = set(self.tokenizer.special_tokens)
         if not self.tokenizer.content:
             possible_ends = {i for i in range(32) if chr(i) not in "\t\n\r"}
-        first = self.tokenizer.encode(end)[:1].tolist()
-        return [token for token in first if token in possible_ends]
+        return [token for token in end[:1] if token in possible_ends]
 
 
 def _chat_example(

@@ -8,6 +8,7 @@ from typing import Any, cast
 from jaxdist.config import ConfigError
 from jaxdist.config.schema import faults as config_faults
 from jaxdist.data import splits, token_cache
+from jaxdist.data.chat import ChatEncoder
 from jaxdist.data.config import DataConfig, parts_of
 from jaxdist.data.dataset import Dataset, vocabulary_fault
 from jaxdist.data.encoders import open_tokenizer
@@ -34,6 +35,7 @@ def open_dataset(
     folder: Path | None = None,
     log: Log = print,
     stride: int | None = None,
+    summary: bool = True,
 ) -> Dataset:
     """Opens the dataset of a config. The corpus is tokenized on first use.
 
@@ -48,6 +50,7 @@ def open_dataset(
       log: receives a line per event, and every few seconds of work.
       stride: tokens by which windows over held-out documents move
         (`jaxdist.data.sliding`); None = no sliding windows.
+      summary: whether to log the size of the dataset.
 
     Raises:
       ConfigError: missing, empty or too small corpora, ids beyond the vocabulary, or
@@ -59,7 +62,7 @@ def open_dataset(
         raise ConfigError(faults)
     source = SOURCES[config.source]
     if isinstance(source, SampleSource):
-        return _open_samples(source, config, seed=seed, log=log)
+        return _open_samples(source, config, seed=seed, log=log, summary=summary)
     weights, parts = parts_of(config)
     num_train = len(parts)
     if config.validation_path:  # a separate corpus, which no mixture has
@@ -67,6 +70,8 @@ def open_dataset(
     corpora = [open_corpus(part, log) for part in parts]
     texts = [corpus for corpus in corpora[:num_train] if corpus]
     loaded, encoder = open_tokenizer(config, texts, folder, log)
+    if isinstance(encoder, ChatEncoder) and encoder.warning:
+        log(encoder.warning)
     stores = [
         _open_tokens(part, corpus, encoder, log)
         for part, corpus in zip(parts, corpora, strict=True)
@@ -94,16 +99,17 @@ def open_dataset(
             *(store.fingerprint for store in stores),
         ),
     )
-    log(
-        f"data: {dataset.num_train_samples} training samples of {sequence_length} "
-        f"tokens ({dataset.num_train_tokens} tokens), "
-        f"{dataset.num_validation_tokens} held-out targets"
-    )
+    if summary:
+        log(
+            f"data: {dataset.num_train_samples} training samples of {sequence_length} "
+            f"tokens ({dataset.num_train_tokens} tokens), "
+            f"{dataset.num_validation_tokens} held-out targets"
+        )
     return dataset
 
 
 def _open_samples(
-    source: SampleSource, config: DataConfig, *, seed: int, log: Log
+    source: SampleSource, config: DataConfig, *, seed: int, log: Log, summary: bool
 ) -> Dataset:
     """Opens a dataset of samples of arrays, and logs the shapes of a sample."""
     sides, fingerprint = splits.split_samples(source, config)
@@ -112,10 +118,11 @@ def _open_samples(
         f"{name} {list(shape.dims)} {shape.dtype}"
         for name, shape in source.shapes(config.path).items()
     )
-    log(
-        f"data: {config.name}: {train.num_tokens} samples of {contents}; "
-        f"{held_out.num_tokens} held out"
-    )
+    if summary:
+        log(
+            f"data: {config.name}: {train.num_tokens} samples of {contents}; "
+            f"{held_out.num_tokens} held out"
+        )
     return Dataset([sides], seed=seed, fingerprint=fingerprint)
 
 

@@ -255,6 +255,17 @@ class TrainedRun:
             samples.append(Sample(text, generation.tokens, generation.ended))
         return [samples[i : i + count] for i in sample_numbers[::count]]
 
+    @property
+    def chat_warning(self) -> str:
+        """A line to print, because answers do not stop at the end of a turn; "" = they do.
+
+        Raises:
+          ConfigError: the tokenizer has no chat template, or the template exceeds a
+            limit.
+          ImportError: the extra that templates need is not installed.
+        """
+        return self._chats.warning
+
     def _sampling_of_turns(self, sampling: SamplingConfig | None) -> SamplingConfig:
         """Adds the ids that end a turn to the sampling, if it has no end tokens."""
         sampling = sampling or SamplingConfig()

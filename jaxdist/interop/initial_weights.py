@@ -4,10 +4,10 @@ Weights are read directly into the shards of the run's arrays. Each process read
 shards of its own devices.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from jaxdist.interop.families import FAMILIES
 from jaxdist.interop.hf_config import derive, read_config
 from jaxdist.interop.hf_reader import Tensors, open_weights
 from jaxdist.models import registry
+from jaxdist.models.model_values import POSITIONS, differing_values
 from jaxdist.trainer.weight_source import (
     ImpliedConfig,
     LoadedWeights,
@@ -84,12 +85,44 @@ def _tokenizer_of(
 
 def _load(target: Target, tensors: Tensors) -> LoadedWeights:
     """Reads the parameters one at a time, quantised kernels one layer at a time."""
-    kind = read_config(tensors.folder).get("model_type")
-    note = ""
+    fields = read_config(tensors.folder)
+    kind = fields.get("model_type")
+    notes = []
     if kind not in FAMILIES:
-        note = f"{tensors.folder}: {kind!r} is not known, and read as a llama: compare its logits"
+        notes.append(
+            f"{tensors.folder}: {kind!r} is not known, and read as a llama: compare its logits"
+        )
+    length = target.config.batch.sequence_length
+    notes += _length_warnings(length, target.config.model_options, fields)
     values = tensors.load(target.parameters, target.store, target.stored_by_layer)
-    return LoadedWeights(values, note=note, small_files=tensors.folder)
+    return LoadedWeights(values, note="\n".join(notes), small_files=tensors.folder)
+
+
+def _length_warnings(
+    length: int, options: Mapping[str, Any], fields: Mapping[str, Any]
+) -> Iterator[str]:
+    """Warns of sequences that are longer than those the weights were trained on.
+
+    Rotary positions have no table that ends, so the validation accepts any length. A run
+    whose positions are not those of the folder stretches them on purpose.
+
+    Args:
+      length: tokens of a sequence of the run.
+      options: values of the run's model.*.
+      fields: the folder's config.json.
+    """
+    longest = fields.get("max_position_embeddings")
+    if options["positions"] != "rotary" or not isinstance(longest, int):
+        return
+    _, values = derive(fields)
+    theirs = {name: values[name] for name in POSITIONS}
+    if differing_values(options, theirs) or length <= longest:
+        return
+    yield (
+        f"warning: batch.sequence_length={length}: the model was made for sequences of at most "
+        f"{longest} tokens (max_position_embeddings). Shorten the sequence, or stretch the "
+        f"positions with model.rope_scaling and model.rope_factor."
+    )
 
 
 class PeftAdapter:

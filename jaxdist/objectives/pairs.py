@@ -98,6 +98,10 @@ class PairObjective(TokenObjective):
     def rewards(self, pairs: Pairs) -> Halves:
         """Computes the rewards of both answers that metrics report, [P] each."""
 
+    def log_probabilities(self, pairs: Pairs) -> Halves:
+        """Computes the log-probabilities of both answers that metrics report, [P]."""
+        return pairs.log_p
+
     def sample_loss(self, terms: Terms, sample: Batch) -> Loss:
         """Sums the losses of a row's pairs, and what metrics report of them."""
         pairs = pairs_of(terms, sample)
@@ -106,14 +110,15 @@ class PairObjective(TokenObjective):
             return jnp.where(pairs.exist, values, 0).sum()
 
         rewards = self.rewards(pairs)
+        log_p = self.log_probabilities(pairs)
         margins = rewards.chosen - rewards.rejected
         metrics = {
             "rewards/chosen": total(rewards.chosen),
             "rewards/rejected": total(rewards.rejected),
             "rewards/margins": total(margins),
             "rewards/accuracies": total((margins > 0).astype(jnp.float32)),
-            "logps/chosen": total(pairs.log_p.chosen),
-            "logps/rejected": total(pairs.log_p.rejected),
+            "logps/chosen": total(log_p.chosen),
+            "logps/rejected": total(log_p.rejected),
         }
         return Loss(
             total(self.pair_losses(pairs)),
@@ -276,14 +281,16 @@ class OddsRatio(PairObjective):
 
     def pair_losses(self, pairs: Pairs) -> jax.Array:
         """Computes the odds-ratio term of each pair."""
-        log_p = per_token(pairs.log_p, pairs.tokens)
-        log_odds = [x - _log1m_exp(x) for x in log_p]
+        log_odds = [x - _log1m_exp(x) for x in self.log_probabilities(pairs)]
         return self.beta * jax.nn.softplus(log_odds[1] - log_odds[0])
 
     def rewards(self, pairs: Pairs) -> Halves:
         """Computes the mean log-probabilities times beta."""
-        log_p = per_token(pairs.log_p, pairs.tokens)
-        return Halves(*(self.beta * x for x in log_p))
+        return Halves(*(self.beta * x for x in self.log_probabilities(pairs)))
+
+    def log_probabilities(self, pairs: Pairs) -> Halves:
+        """Computes the mean log-probabilities of the answers' tokens."""
+        return per_token(pairs.log_p, pairs.tokens)
 
     def aux_terms(self, terms: Terms, sample: Batch) -> dict[str, jax.Array]:
         """Computes the cross-entropy of the chosen halves."""
@@ -327,5 +334,8 @@ class SimplePreference(PairObjective):
 
     def rewards(self, pairs: Pairs) -> Halves:
         """Computes the mean log-probabilities times beta."""
-        log_p = per_token(pairs.log_p, pairs.tokens)
-        return Halves(*(self.beta * x for x in log_p))
+        return Halves(*(self.beta * x for x in self.log_probabilities(pairs)))
+
+    def log_probabilities(self, pairs: Pairs) -> Halves:
+        """Computes the mean log-probabilities of the answers' tokens."""
+        return per_token(pairs.log_p, pairs.tokens)

@@ -326,11 +326,12 @@ def _divisibility_fault(
     lower = dim // size * size
     upper = -(-dim // size) * size
     legal = f"{lower} or {upper}" if lower else f"{upper}"
-    largest = max(n for n in range(1, size + 1) if dim % n == 0)
+    # A size that divides this one still divides the number of devices.
+    fitting = math.gcd(dim, size)
     key = "mesh." + " x mesh.".join(axes)
     return (
         f"{path}: dim {name}={dim} is not divisible by {key}={size}; "
-        f"nearest legal sizes of this dim: {legal}; or set {key} to {largest}"
+        f"nearest legal sizes of this dim: {legal}; or set {key} to {fitting}"
     )
 
 

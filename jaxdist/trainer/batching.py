@@ -22,6 +22,7 @@ def open_data(
     log: Callable[[str], None],
     *,
     stride: int | None = None,
+    summary: bool = True,
 ) -> Dataset:
     """Opens the dataset of a run.
 
@@ -30,6 +31,7 @@ def open_data(
       folder: the workdir.
       log: receives lines about the progress of tokenization.
       stride: targets between sliding windows; see `open_dataset`.
+      summary: whether to log the size of the dataset.
     """
     return open_dataset(
         config.data,
@@ -39,6 +41,7 @@ def open_data(
         folder=folder,
         log=log,
         stride=stride,
+        summary=summary,
     )
 
 

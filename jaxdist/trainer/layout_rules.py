@@ -48,12 +48,14 @@ def _batch_faults(composition: Composition) -> Iterator[str]:
     above = below + unit
     legal = f"{below} or {above}" if below else f"{above}"
     microbatches = ""
+    fix = ""
     if composition.microbatches > 1:
-        microbatches = f"microbatches {composition.microbatches} x "
+        fix = "; or lower pipeline.microbatches"
+        microbatches = f"pipeline.microbatches {composition.microbatches} x "
     yield (
-        f"batch.global_size={batch.global_size} is not divisible by accumulation {batch.accumulation} x "
+        f"batch.global_size={batch.global_size} is not divisible by batch.accumulation {batch.accumulation} x "
         f"{microbatches}batch shards {shards} "
-        f"(data x fsdp x expert) = {unit}; nearest legal sizes: {legal}"
+        f"(data x fsdp x expert) = {unit}; nearest legal sizes: {legal}{fix}"
     )
 
 

@@ -15,6 +15,7 @@ import jax
 
 from jaxdist.config import trees
 from jaxdist.distributed import coordination
+from jaxdist.models import registry
 from jaxdist.step.state import Metrics, State
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.display import Display
@@ -117,15 +118,19 @@ class Trainer:
         """Tests whether no step is left. If so, it prints how to extend the run."""
         train = self.config.train
         step = self.progress.step
-        if step >= train.steps:
+        is_fit = self.config.model["target"] == registry.USER_TARGET
+        if step >= train.steps and is_fit:
+            limit = f"fit's steps, as in steps={2 * step}, or its epochs"
+        elif step >= train.steps:
             limit = f"train.steps, as in --config.train.steps={2 * step}"
         elif self.run.limit.was_reached_before:
             limit = f"train.max_minutes (now {train.max_minutes:g})"
         else:
             return False
+        folder = "folder" if is_fit else "--workdir"
         self.display.note(
             f"{self.run.folder} is finished at step {step}. To continue, raise {limit}; "
-            f"for a new run, give another --workdir."
+            f"for a new run, give another {folder}."
         )
         return True
 

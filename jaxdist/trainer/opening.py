@@ -115,7 +115,8 @@ def settle_epochs(run: Run, user_dataset: Dataset | None = None) -> None:
     """Replaces train.epochs by the number of steps.
 
     It opens the data to count it. The run opens them again: callbacks, the schedule and
-    the held-out data depend on the number of steps.
+    the held-out data depend on the number of steps. `run.say` then skips the lines that
+    this opening has printed.
 
     Args:
       run: the run, whose config has train.epochs.
@@ -126,8 +127,13 @@ def settle_epochs(run: Run, user_dataset: Dataset | None = None) -> None:
     """
     epochs = run.config.train.epochs
     size = run.config.batch.global_size
+    lines = _Lines(run.say)
     with coordination.raise_on_all():
-        dataset = user_dataset or batching.open_data(run.config, run.folder, run.say)
+        # The held-out data may still be limited, so their size is not printed yet.
+        dataset = user_dataset or batching.open_data(
+            run.config, run.folder, lines.say, summary=False
+        )
+    run.say = lines.say_new
     samples = dataset.epoch_samples
     if samples is None:
         raise ConfigError(
@@ -142,6 +148,24 @@ def settle_epochs(run: Run, user_dataset: Dataset | None = None) -> None:
         )
     config = _with_steps(run.config, steps)
     run.composition = dataclasses.replace(run.composition, config=config)
+
+
+class _Lines:
+    """The lines of two openings of the same data, each printed once."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said: set[str] = set()
+
+    def say(self, text: str) -> None:
+        """Prints a line of the first opening."""
+        self._said.add(text)
+        self._say(text)
+
+    def say_new(self, text: str) -> None:
+        """Prints a line, unless it is one of the first opening."""
+        if text not in self._said:
+            self._say(text)
 
 
 def store_steps(run: Run, requested: RunConfig) -> None:

@@ -49,6 +49,15 @@ def describe(
         run.note(line)
 
 
+def failed_start(run: Run, error: Exception) -> None:
+    """Writes the error of a run that ends before its first step, for `status`.
+
+    Before the workdir is locked and open, nothing is written: it may be another's.
+    """
+    lines = str(error).splitlines() or [type(error).__name__]
+    run.event("start_failed", error=lines[0])
+
+
 def _epoch_lines(composition: Composition, dataset: Dataset) -> list[str]:
     """Describes the steps of an epoch, and the epochs of the run; [] if unknown."""
     samples = dataset.epoch_samples
@@ -56,7 +65,17 @@ def _epoch_lines(composition: Composition, dataset: Dataset) -> list[str]:
         return []
     size = composition.config.batch.global_size
     steps = composition.config.train.steps
-    return [
+    lines = [
         f"epochs: {samples / size:,.1f} steps an epoch, {steps * size / samples:,.3g} "
         f"epochs planned"
     ]
+    data = composition.config.data
+    if data.is_text and samples <= size:
+        length = composition.config.batch.sequence_length
+        kind = "packed rows" if data.packing == "documents" else "rows"
+        lines.append(
+            f"warning: the training data are {samples} {kind} of {length} tokens, and a "
+            f"step trains on batch.global_size={size}: all steps have the same rows. "
+            f"Lower batch.global_size or batch.sequence_length, or add data."
+        )
+    return lines

@@ -50,8 +50,8 @@ class SettledSchedule(NamedTuple):
         if self.back_to is not None:
             lines.append(
                 f"back to the checkpoint {self.back_to}, where the decay began: "
-                f"steps {self.back_to + 1}-{self.newest} are done again, and their rows "
-                f"replaced"
+                f"steps {self.back_to + 1}-{self.newest} are done again, their rows "
+                f"replaced, and their checkpoints moved to quarantine as undone"
             )
         return lines
 
@@ -207,7 +207,8 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
         _quarantine_undone(
             store,
             back_to,
-            f"the run went back to step {back_to}: train.steps was raised",
+            f"undone, not damaged: train.steps was raised, so the run went back to step "
+            f"{back_to}, where the decay began",
         )
     return restored
 

@@ -280,7 +280,8 @@ def keys_outside_step() -> list[str]:
 def unread_options(config: RunConfig) -> Iterator[str]:
     """Yields why options that are set have no effect: conditions that do not hold.
 
-    A line names one option and one condition (`ReadWith`).
+    A line names one option and one condition (`ReadWith`). The option may come from a
+    packaged config whose other options the user has changed, which needs no fix.
     """
     for path, key in schema.schema_of(RunConfig).items():
         value = attrgetter(path)(config)
@@ -291,8 +292,8 @@ def unread_options(config: RunConfig) -> Iterator[str]:
             if chosen not in condition.values:
                 yield (
                     f"{path}={value} has no effect: {condition.key}={chosen} does not "
-                    f"read it, only {', '.join(condition.values)}. Leave it out, or "
-                    f"change {condition.key}."
+                    f"read it, only {', '.join(condition.values)}. If you set it, leave "
+                    f"it out, or change {condition.key}."
                 )
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from jaxdist.trainer.callbacks import Run
 from jaxdist.trainer.data_position import DataPosition
 from jaxdist.trainer.health import SkippingDataset
 from jaxdist.trainer.run_metadata import InitialState, Progress, progress_of
+from jaxdist.trainer.step_work import StepWork
 
 
 class Start(NamedTuple):
@@ -47,10 +48,11 @@ def init_or_restore(
     phase: Callable[[clock.Phase, int], None],
     init: Callable[[], InitialState],
     back_to: int | None = None,
+    newest: int = 0,
 ) -> Start:
     """Makes the first state or restores it, and compiles the step.
 
-    A thread compiles the step. Meanwhile this thread makes the state or restores it. For
+    The step of a finished run is not compiled. A thread compiles the step. Meanwhile this thread makes the state or restores it. For
     a restore, two more threads import Orbax and compile what the first save needs. This
     thread waits for Orbax before it reads the checkpoint. In a new run, the saver imports
     Orbax after the first steps.
@@ -63,29 +65,37 @@ def init_or_restore(
       init: makes the state of a run that has not saved; see `initial_weights`.
       back_to: the step to resume from; later checkpoints are quarantined. Default: the
         newest intact one.
+      newest: the step of the newest checkpoint; 0 = there is none.
     """
+    last = run.config.train.steps
     pool = ThreadPoolExecutor(3)
     try:
         # Both may fail, before anything compiles.
         has_saved = restore.has_saved(run)
         if run.config.init.data_position and not has_saved:
             data_position.check_source(run.config, dataset)
-        run.note("compiling the step")
-        compiled = pool.submit(_compile_in_time, run)
+        compiled = None
+        if newest < last or back_to is not None:
+            compiled = _begin_to_compile(run, pool)
         if has_saved:
             phase("restore", 0)
             first = _restore(run, dataset, back_to, pool)
         else:
             first = _new_state(run, dataset, init())
         step = first.progress.step
-        phase("compile", step)
-        work, seconds = compiled.result()
-        run.note(f"compiled the step in {time_text(seconds)}")
+        if compiled is None and step < last:
+            # the newest checkpoint is damaged, and an older one was restored
+            compiled = _begin_to_compile(run, pool)
+        work = StepWork(flops=None, roofline=None)
+        if compiled is not None:
+            phase("compile", step)
+            work, seconds = compiled.result()
+            run.note(f"compiled the step in {time_text(seconds)}")
         if work.roofline is not None:
             run.note(f"the step is {work.roofline.text()}")
         consistency.agree(lambda: {"data skipped": first.windows})
         skipping = SkippingDataset(dataset, first.windows)
-        if skipping.position(step) > 0 and step < run.config.train.steps:
+        if skipping.position(step) > 0 and step < last:
             line = skipping.go_to(step, first.reader)
             if line and jax.process_index() == 0:
                 print(line)
@@ -147,7 +157,15 @@ def _restore(
     )
 
 
-def _compile_in_time(run: Run) -> tuple[step_work.StepWork, float]:
+def _begin_to_compile(
+    run: Run, pool: ThreadPoolExecutor
+) -> Future[tuple[StepWork, float]]:
+    """Lets a thread compile the step."""
+    run.note("compiling the step")
+    return pool.submit(_compile_in_time, run)
+
+
+def _compile_in_time(run: Run) -> tuple[StepWork, float]:
     """Compiles the step; returns its work and the seconds that this took."""
     began = time.monotonic()
     work = step_work.compile_step(run)

@@ -124,6 +124,7 @@ def train(
             on_progress=all_callbacks.progress,
             request_stop=lambda: signals.hear(signal.SIGTERM),
         )
+        has_begun = False
         try:
             all_callbacks.phase("start")
             opening.open_workdir(this_run, requested, all_callbacks, stack)
@@ -170,10 +171,12 @@ def train(
                 all_callbacks.phase,
                 first_state,
                 back_to=schedule.back_to,
+                newest=schedule.newest,
             )
             reference.attach_stored(config, folder, dataset)
             if requested.train.epochs:
                 opening.store_steps(this_run, requested)
+            has_begun = True
             with run_loop.build_display(this_run) as display:
                 if title:
                     display.note(title)
@@ -185,6 +188,8 @@ def train(
                     raise end.error
         except BaseException as error:
             if isinstance(error, Exception):
+                if not has_begun:
+                    reporting.failed_start(this_run, error)
                 all_callbacks.fault(error)
             raise
         return TrainResult(

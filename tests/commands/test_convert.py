@@ -339,6 +339,26 @@ def test_fine_tuning_begins_with_the_weights_and_never_reads_them_again(
     assert 0 < moved < 0.1
 
 
+@pytest.mark.parametrize("stretch", [{}, {"model__rope_factor": 4.0}])
+def test_sequences_longer_than_the_folder_allows_are_warned_of(
+    text, tmp_path, monkeypatch, capsys, stretch
+):
+    """Rotary positions have no table that ends, so any length would pass in silence."""
+    source = shutil.copytree(SMOLLM, tmp_path / "source")
+    fields = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(
+        json.dumps(fields | {"max_position_embeddings": 8})
+    )
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    words = flags(text, source, batch__sequence_length=16, train__steps=1, **stretch)
+    assert train.main([*words, "--workdir", str(tmp_path / "run")]) == 0
+    warning = (
+        "warning: batch.sequence_length=16: the model was made for sequences of at most 8 "
+        "tokens (max_position_embeddings). Shorten the sequence"
+    )
+    assert (warning in capsys.readouterr().out) is not bool(stretch)
+
+
 def test_weights_of_another_model_are_refused_before_anything_is_written(
     text, tmp_path
 ):

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from jaxdist import convert, generate, train
 from jaxdist.config import ConfigError
 from jaxdist.data.sources import chat_rows
 from jaxdist.evaluation import loading
+from jaxdist.evaluation.trained_run import Sample, TrainedRun
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.telemetry.metrics import read_rows
 from support.chats import HEADERS, rows, turn, write_rows, write_tokenizer
@@ -98,6 +101,15 @@ def test_the_config_is_followed_from_the_quickstart_to_an_answer(
     assert generate.main([*answer, "--max-tokens", "5", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == sample.text + "\n"
     assert question not in sample.text
+    # A terminal would obey control characters; a pipe or a file gets all of them.
+    controls = Sample("a\tb\n\x1b[2J\x0e", sample.tokens, ended=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainedRun, "chat", lambda *_, **__: [[controls]])
+        assert generate.main(answer) == 0
+        assert capsys.readouterr().out == "a\tb\n\x1b[2J\x0e\n"
+        patched.setattr(sys.stdout, "isatty", lambda: True)
+        assert generate.main(answer) == 0
+        assert capsys.readouterr().out == "a\tb\n␛[2J␎\n"
     # Two turns typed: the second question follows the first and its answer.
     talk = [
         turn("user", question),
@@ -108,8 +120,15 @@ def test_the_config_is_followed_from_the_quickstart_to_an_answer(
     answer[answer.index("--prompt") : answer.index("--prompt") + 2] = ["--interactive"]
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\nAnd why?\n"))
     assert generate.main([*answer, "--max-tokens", "5", "--temperature", "0"]) == 0
-    assert capsys.readouterr().out == f"{sample.text}\n{second.text}\n"
+    said = capsys.readouterr()
+    assert said.out == f"{sample.text}\n{second.text}\n"
+    assert "warning" not in said.err
     assert run.evaluate().tokens > 0
+    template = Path("runs/sft_lora/chat_template.jinja")
+    template.write_text(template.read_text().replace("\\x03", "\\n"))
+    words = ["--chat", "--prompt", question, "--max-tokens", "2"]
+    assert generate.main([*answer[:2], *words]) == 0
+    assert "generation does not stop there" in capsys.readouterr().err
 
 
 def test_a_chat_goes_out_as_transformers_wants_it(tmp_path, monkeypatch):

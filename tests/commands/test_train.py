@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxdist import train
+from jaxdist import status, train
 from jaxdist.checkpoint.folders import read_step
 from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.planner import dry_run
@@ -61,6 +61,15 @@ def test_a_damaged_file_is_one_fault(finished, tmp_path, capsys, name, content):
     again = [str(workdir) if word == str(folder) else word for word in arguments]
     (fault,) = refused(capsys, *again)
     assert f"{workdir / name} is damaged" in fault
+
+
+def test_status_shows_why_a_start_was_refused(tmp_path, capsys):
+    """Before its first event, a run has no line but that of its terminal."""
+    arguments = ["--config", "quickstart", "--workdir", str(tmp_path / "run")]
+    settings = overrides("data.source=text", f"data.path={tmp_path / 'absent'}")
+    (fault,) = refused(capsys, *arguments, *settings)
+    assert status.main([str(tmp_path / "run")]) == 0
+    assert f"failed: before its first step: {fault}" in capsys.readouterr().out
 
 
 def test_a_signal_that_nobody_can_hear_is_refused_in_one_line():

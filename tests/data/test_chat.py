@@ -85,6 +85,27 @@ def test_the_assistants_turns_and_their_ends_are_learned(name, tmp_path):
     assert stop not in tokenizer.end_ids
 
 
+ORDINARY = "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n\n{% endfor %}"
+
+
+def test_a_template_whose_turns_end_in_ordinary_text_is_warned_of(tmp_path):
+    """Nothing then stops a generated answer at the end of its turn."""
+    encoder = encoder_of(tmp_path / "model", ORDINARY)
+    assert encoder.warning.startswith(
+        "warning: after an answer the chat template writes '\\n\\n', without an end token: "
+        "generation does not stop there. Write {{ eos_token }} after each answer, or"
+    )
+    for number, text in enumerate((*TEMPLATES.values(), ORDINARY + "<|end_of_text|>")):
+        # The last one ends no turn, but the whole: a model that learns it stops.
+        assert not encoder_of(tmp_path / str(number), text).warning
+    lines = []
+    (tmp_path / "ordinary.jinja").write_text(ORDINARY)
+    template = {"chat_template": str(tmp_path / "ordinary.jinja")}
+    options = options_of(tmp_path, tokenizer="bytes", **template)
+    open_dataset(options, sequence_length=300, log=lines.append)
+    assert encoder.warning in lines
+
+
 def test_marks_and_prefixes_say_the_same(tmp_path):
     marked, plain = (
         encoder_of(tmp_path / name, text)

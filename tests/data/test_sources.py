@@ -199,9 +199,9 @@ def test_a_key_that_the_source_does_not_read_is_named():
     config.data.bin_dtype = "uint32"
     assert list(run_config.unread_options(run_config.from_config(config))) == [
         "data.text_field=body has no effect: data.source=stdlib does not read it, only "
-        "jsonl, huggingface, parquet, mixture. Leave it out, or change data.source.",
+        "jsonl, huggingface, parquet, mixture. If you set it, leave it out, or change data.source.",
         "data.bin_dtype=uint32 has no effect: data.source=stdlib does not read it, only "
-        "bin, mixture. Leave it out, or change data.source.",
+        "bin, mixture. If you set it, leave it out, or change data.source.",
     ]
 
 
@@ -213,7 +213,7 @@ def test_a_key_with_two_conditions_is_named_for_each_that_does_not_hold():
     config.data.format = "chat"
     of_chats = (
         "data.text_field=body has no effect: data.format=chat does not read it, only "
-        "text. Leave it out, or change data.format."
+        "text. If you set it, leave it out, or change data.format."
     )
     lines = list(run_config.unread_options(run_config.from_config(config)))
     assert lines == [of_chats]
@@ -229,7 +229,7 @@ def test_long_documents_are_split_in_packed_rows_alone():
     config.data.long_documents = "split"
     assert list(run_config.unread_options(run_config.from_config(config))) == [
         "data.long_documents=split has no effect: data.packing=window does not read "
-        "it, only documents. Leave it out, or change data.packing."
+        "it, only documents. If you set it, leave it out, or change data.packing."
     ]
 
 

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -250,6 +251,39 @@ def test_stop_and_go_on_from_every_form_of_data(whole, tmp_path):
     assert losses(onward) == pytest.approx(losses(straight), rel=1e-5)
     # finished: at once
     assert fit(rows, batch_size=16, folder=tmp_path / "arrays", **alone).step == 8
+
+
+def test_a_finished_fit_compiles_no_step_and_names_the_arguments_of_fit(
+    tmp_path, capsys
+):
+    options = {
+        "steps": 4,
+        "mesh": None,
+        "devices": jax.devices()[:1],
+        "settings": {"checkpoint.every_steps": 2},
+        "folder": tmp_path / "run",
+    }
+    first = fit(**options)
+    assert "compiled the step" in capsys.readouterr().out
+    again = fit(**options)
+    said = capsys.readouterr().out
+    for a, b in zip(values(again), values(first), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert "the step in" not in said
+    assert "compiling" not in said
+    assert (
+        "is finished at step 4. To continue, raise fit's steps, as in steps=8, or its "
+        "epochs; for a new run, give another folder."
+    ) in said
+    assert "--" not in said
+
+    # An older checkpoint has steps to train.
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4" / "state")
+    repaired = fit(**options)
+    assert "compiled the step" in capsys.readouterr().out
+    assert repaired.step == 4
+    for a, b in zip(values(repaired), values(first), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def rows_of(arrays: dict, steps: int) -> list[dict]:

@@ -91,9 +91,10 @@ def test_options_that_nothing_reads_are_named_with_what_reads_them():
     config.optimizer.decay_fraction = 0.5
     assert list(run_config.unread_options(run_config.from_config(config))) == [
         "optimizer.decay_fraction=0.5 has no effect: optimizer.schedule=constant does "
-        "not read it, only wsd. Leave it out, or change optimizer.schedule.",
+        "not read it, only wsd. If you set it, leave it out, or change "
+        "optimizer.schedule.",
         "optimizer.b2=0.99 has no effect: optimizer.name=sgd does not read it, only "
-        "adamw, lion, muon. Leave it out, or change optimizer.name.",
+        "adamw, lion, muon. If you set it, leave it out, or change optimizer.name.",
     ]
 
 

@@ -149,7 +149,7 @@ def test_a_fault_names_parameter_dim_axis_and_the_nearest_legal_sizes():
     text = faults(tensor=5)
     assert (
         "blocks/mlp/down: dim d_ff=48 is not divisible by mesh.tensor=5; "
-        "nearest legal sizes of this dim: 45 or 50; or set mesh.tensor to 4"
+        "nearest legal sizes of this dim: 45 or 50; or set mesh.tensor to 1"
         in text.splitlines()
     )
     assert "embedding: dim vocab=64" in text
@@ -159,7 +159,7 @@ def test_a_fault_names_parameter_dim_axis_and_the_nearest_legal_sizes():
 def test_d_model_must_divide_by_fsdp_unless_nothing_is_sharded():
     text = faults(fsdp=3)
     assert "blocks/mlp/up: dim d_model=32 is not divisible by mesh.fsdp=3" in text
-    assert "nearest legal sizes of this dim: 30 or 33; or set mesh.fsdp to 2" in text
+    assert "nearest legal sizes of this dim: 30 or 33; or set mesh.fsdp to 1" in text
     assert "norm" not in text  # vectors are kept whole
     assert placement.place(spec_of().named_parameters(), rules(0, fsdp=3))
 

@@ -25,6 +25,7 @@ from support.paths import ROOT
 PACKAGE = ROOT / "jaxdist"
 EVENTS = {
     "start",
+    "start_failed",
     "restore",
     "save",
     "evaluate",

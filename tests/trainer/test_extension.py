@@ -94,7 +94,8 @@ def test_wsd_goes_back_to_where_its_decay_began(tmp_path, capfd):
         in said
     )
     assert (
-        "back to the checkpoint 5, where the decay began: steps 6-10 are done again"
+        "back to the checkpoint 5, where the decay began: steps 6-10 are done again, "
+        "their rows replaced, and their checkpoints moved to quarantine as undone"
         in said
     )
     assert {n: rate for n, rate in rates(run).items() if n <= 5} == {
@@ -104,6 +105,11 @@ def test_wsd_goes_back_to_where_its_decay_began(tmp_path, capfd):
     assert len(set(list(rates(run).values())[1:11])) == 1
     assert list_steps(run / "checkpoints") == [10, 20]
     assert list_steps(run / "quarantine") == [10]
+    reason = json.loads((run / "quarantine" / "10.json").read_text())["reason"]
+    assert reason == (
+        "undone, not damaged: train.steps was raised, so the run went back to step 5, "
+        "where the decay began"
+    )
     (part,) = schedule_of(run)["extensions"]
     assert (part["start"], part["end"]) == (5, 20)
     assert read_step(run / "checkpoints", 20).metadata["schedule"] == schedule_of(run)

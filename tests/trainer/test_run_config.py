@@ -362,6 +362,18 @@ def test_the_batch_divides_by_accumulation_and_shards(size, legal):
             validation.validate(run, jax.devices())
 
 
+def test_a_batch_that_a_pipeline_does_not_divide_names_the_key_of_microbatches():
+    run = parse("--config", "quickstart", "--config.mesh.pipeline=2")
+    with pytest.raises(ConfigError) as raised:
+        validation.validate_on(run, 8)
+    (fault,) = raised.value.faults
+    assert fault == (
+        "batch.global_size=16 is not divisible by batch.accumulation 1 x "
+        "pipeline.microbatches 8 x batch shards 4 (data x fsdp x expert) = 32; nearest "
+        "legal sizes: 32; or lower pipeline.microbatches"
+    )
+
+
 @pytest.mark.parametrize(("length", "legal"), [(64, True), (65, False)])
 def test_a_sequence_is_no_longer_than_the_learned_positions(length, legal):
     learned = ("--config.model.positions=learned", "--config.model.max_positions=64")

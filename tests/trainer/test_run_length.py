@@ -55,9 +55,10 @@ def test_a_run_of_epochs_counts_its_steps_evaluates_and_writes_a_sample(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(sample, "_AUTO_TOKENS", 4)
-    held = str(tmp_path / "text.txt")
+    held = str(tmp_path / "held.txt")
     # 2,300 tokens are 144 rows, of which the last needs a token more
     config = config_of(tmp_path, train__epochs=0.5, data__validation_path=held)
+    Path(held).write_text("the dog sat on the mat\n" * 90)
     seen = Seen()
     run = tmp_path / "run"
     callbacks = [sample.Sample(), seen]
@@ -67,6 +68,12 @@ def test_a_run_of_epochs_counts_its_steps_evaluates_and_writes_a_sample(
     assert (stored["steps"], stored["epochs"]) == (18, 0.0)
     assert seen.steps == 18
     assert "epochs: 35.8 steps an epoch, 0.503 epochs planned" in said
+    assert "all steps have the same rows" not in said
+    # the data are opened twice: to count them, and to train
+    lines = [line for line in said.splitlines() if line.startswith("data: ")]
+    assert len(lines) == len(set(lines))
+    assert sum("training samples of 16 tokens" in line for line in lines) == 1
+    assert lines[-1].endswith(" 64 held-out targets")
     rows = read_rows(run)
     assert [row["step"] for row in rows.evaluation] == list(range(2, 19, 2))
     # one batch, not all that is held out
@@ -75,6 +82,23 @@ def test_a_run_of_epochs_counts_its_steps_evaluates_and_writes_a_sample(
     assert len((run / "sample.txt").read_text()) > 1
     assert said.index("compiling the step") < said.index("compiled the step in ")
     assert "if train.steps is raised later, the rate rises again" in said
+
+
+@pytest.mark.parametrize(
+    ("packing", "rows"), [("documents", "4 packed rows"), ("window", "3 rows")]
+)
+def test_a_run_whose_steps_all_train_on_the_same_rows_is_warned_of(
+    tmp_path, capsys, packing, rows
+):
+    changes = {"data__packing": packing, "train__steps": 1, "train__eval_every": 0}
+    config = config_of(tmp_path, **changes)
+    (tmp_path / "text.txt").write_text("x" * 60)
+    training.train(config, tmp_path / "run", devices=jax.devices()[:1])
+    warning = (
+        f"warning: the training data are {rows} of 16 tokens, and a step trains on "
+        f"batch.global_size=4: all steps have the same rows. Lower batch.global_size or"
+    )
+    assert warning in capsys.readouterr().out
 
 
 def test_a_refused_start_does_not_store_the_length_of_other_data(tmp_path):

@@ -20,7 +20,7 @@ from jaxdist.storage import lock, run_format, untrusted
 from jaxdist.telemetry import metrics
 
 # events that show the end of a life: the last of them counts
-ENDS = ("start", "stop", "preempted", "peer_lost", "hang")
+ENDS = ("start", "start_failed", "stop", "preempted", "peer_lost", "hang")
 # seconds without a write after which a run on another machine counts as ended
 _QUIET_S = 3 * run_lives.BEAT_S
 _PROFILE = "profile/top_ops.json"
@@ -147,6 +147,8 @@ class RunFiles:
         name = end["event"]
         if name == "stop":
             return _stopped(end)
+        if name == "start_failed":
+            return "failed", f"before its first step: {end.get('error')}"
         if name == "start":
             return "died", "its process ended without a word"
         if name == "preempted":

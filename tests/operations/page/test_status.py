@@ -339,6 +339,11 @@ def test_the_last_row_of_a_run_that_was_restarted_tells_of_now(tmp_path):
         (("stop", {"reason": "data", "error": "x"}), "failed", "data"),
         (("preempted", {}), "preempted", None),
         (("hang", {}), "failed", "hang"),
+        (
+            ("start_failed", {"error": "seed: 0, now 1"}),
+            "failed",
+            "before its first step: seed: 0, now 1",
+        ),
         (("nonfinite", {}), "died", "its process ended without a word"),
         (None, "died", "its process ended without a word"),
     ],
