@@ -169,6 +169,7 @@ CORE = [
     "parallel",
     "protocols",
     "models",
+    "objectives",
     "ops",
     "step",
     "optim",

@@ -17,7 +17,7 @@ WINGS = {
 # its right.
 CORE = (
     (("trainer", "config, loop, callbacks, resume"),),
-    (("models", "transformer, vision, LoRA"), ("step", "gradients, update, state")),
+    (("models", "transformer, vision, LoRA"), ("objectives", "pairs of answers"), ("step", "gradients, update, state")),
     (("ops", "attention, experts, matmul, loss"), ("checkpoint", "manager, manifest, Orbax")),
     (("parallel", "mesh, sharding, pipeline"), ("optim", "optimizers, schedules"), ("data", "sources to batches")),
     (("distributed", "join, agree"), ("protocols", "model, objective, names"), ("telemetry", "rows, FLOPs, clock")),

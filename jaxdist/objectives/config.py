@@ -51,7 +51,7 @@ class ObjectiveConfig:
     # dpo: the model that answers are compared with. computed = log-probabilities of the
     # first weights, computed once before training; base = the model without its adapters
     # (lora.rank), in each step; module = a frozen copy of the first weights, in each
-    # step; auto = base with adapters, else computed
+    # step; auto = base if the adapters are new, otherwise computed
     reference: Annotated[Literal["auto", "computed", "base", "module"], _DPO] = "auto"
 
     @property
@@ -59,20 +59,16 @@ class ObjectiveConfig:
         """Whether samples are pairs of answers."""
         return self.name in PAIR_OBJECTIVES
 
-    def resolved_reference(self, *, has_adapters: bool) -> str:
-        """Chooses the reference that `auto` stands for: computed, base or module."""
-        if self.reference != "auto":
-            return self.reference
-        return "base" if has_adapters else "computed"
-
-    def build(self, *, has_adapters: bool) -> Objective | None:
+    def build(self, *, new_adapters: bool) -> Objective | None:
         """Makes the objective; None for the loss of the model itself.
 
         Args:
-          has_adapters: whether the model has adapters.
+          new_adapters: whether the model starts with adapters that change nothing yet.
         """
         if self.name == "dpo":
-            reference = self.resolved_reference(has_adapters=has_adapters)
+            reference = self.reference
+            if reference == "auto":
+                reference = "base" if new_adapters else "computed"
             is_robust = self.loss == "robust"
             return DirectPreference(
                 loss=self.loss,

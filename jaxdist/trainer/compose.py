@@ -25,6 +25,7 @@ from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.placement import Placement, place
 from jaxdist.parallel.sharding import Rules, build_rules
 from jaxdist.protocols.model_spec import ModelSpec, as_stored, describe
+from jaxdist.protocols.objective import Objective
 from jaxdist.step.loss_scale import DynamicLossScale
 from jaxdist.step.step_config import StepConfig
 from jaxdist.step.train_step import TrainStep, build_train_step
@@ -85,10 +86,18 @@ def model_spec(config: RunConfig, build: Build | None = None) -> ModelSpec:
     if isinstance(build, TrainedFor):
         modules = {name: describe(module) for name, module in build.modules.items()}
         return spec.trained_for(build.objective, modules)
-    objective = config.objective.build(has_adapters=config.lora.rank > 0)
+    objective = objective_of(config)
     if objective is not None:
         spec = spec.trained_for(objective, dict.fromkeys(objective.modules, spec))
     return spec
+
+
+def objective_of(config: RunConfig) -> Objective | None:
+    """Makes the objective that a config names; None for the loss of its model."""
+    has_adapters = config.lora.rank > 0
+    # those of another run, or of a PEFT folder, have been trained
+    has_source = bool(config.lora.from_peft or config.init.from_run)
+    return config.objective.build(new_adapters=has_adapters and not has_source)
 
 
 def batch_shapes(
@@ -110,7 +119,7 @@ def batch_shapes(
         name: jax.ShapeDtypeStruct((size, *dims), dtype)
         for name, (dims, dtype) in sample_shapes(config.data, length).items()
     }
-    objective = config.objective.build(has_adapters=config.lora.rank > 0)
+    objective = objective_of(config)
     for name in objective.data_fields if objective else ():
         shapes[name] = jax.ShapeDtypeStruct((size, length), "float32")
     return shapes

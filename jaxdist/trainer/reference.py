@@ -59,7 +59,7 @@ class Stored(NamedTuple):
 
 def needed(config: RunConfig) -> bool:
     """Checks whether a run's batches need the reference's log-probabilities."""
-    objective = config.objective.build(has_adapters=config.lora.rank > 0)
+    objective = compose.objective_of(config)
     return objective is not None and REFERENCE in objective.data_fields
 
 

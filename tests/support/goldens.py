@@ -44,7 +44,7 @@ FOLDER = ROOT / "tests" / "golden"
 COMMAND = "python tests/support/goldens.py"
 # their model is that of the weights that they begin with: tests/commands/test_sft.py,
 # tests/trainer/test_fine_tuning.py
-BASED = {"finetune", "sft_lora"}
+BASED = {"finetune", "sft_lora", "dpo_lora"}
 CONFIGS = sorted({path.stem for path in (ROOT / "configs").glob("[a-z]*.py")} - BASED)
 SMALL = ("quickstart", "gpt2_124m", "vit_digits")
 

@@ -25,6 +25,8 @@ def _model_spec(config: RunConfig, build: Any = None) -> ModelSpec:
         values["model"],
         values["lora"],
         values["objective"],
+        # of which follows what the objective's reference is
+        values["init"]["from_run"],
         values["optimizer"]["frozen"],
         values["sharding"]["rules"],
     ]
