@@ -85,7 +85,8 @@ def _score_held_out(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
         stride=flags.stride,
         watch=watch,
     )
-    return held_out._asdict() | {"stride": flags.stride}, _as_text(held_out)
+    text = _as_text(held_out, has_pairs=run.config.objective.has_pairs)
+    return held_out._asdict() | {"stride": flags.stride}, text
 
 
 def _check(flags: argparse.Namespace) -> None:
@@ -185,20 +186,35 @@ def _as_table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _as_text(result: HeldOut) -> str:
-    bits = "unknown"
-    if result.bits_per_byte is not None:
-        bits = f"{result.bits_per_byte:.4f}"
-    text = (
-        f"step {result.step}: loss {result.loss:.6f} nats per target "
-        f"over {result.tokens} targets, "
-        f"perplexity {result.perplexity:.4f}, bits per byte {bits}"
-    )
+def _as_text(result: HeldOut, *, has_pairs: bool) -> str:
+    """Describes the scores on a line.
+
+    Args:
+      result: the scores.
+      has_pairs: whether the loss is a mean over pairs of answers, not over targets.
+    """
+    if has_pairs:
+        text = (
+            f"step {result.step}: loss {result.loss:.6f} per pair "
+            f"over {result.tokens} pairs"
+        )
+    else:
+        text = f"step {result.step}: {_score_of_targets(result)}"
     for name, value in result.metrics.items():
         text += f", {name} {value:.6g}"
     if result.windows:
         text += f" ({result.windows} windows of {result.documents} documents)"
     return text
+
+
+def _score_of_targets(result: HeldOut) -> str:
+    bits = "unknown"
+    if result.bits_per_byte is not None:
+        bits = f"{result.bits_per_byte:.4f}"
+    return (
+        f"loss {result.loss:.6f} nats per target over {result.tokens} targets, "
+        f"perplexity {result.perplexity:.4f}, bits per byte {bits}"
+    )
 
 
 def _show_progress() -> Watch | None:

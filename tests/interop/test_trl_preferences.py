@@ -13,14 +13,14 @@ import pytest
 pytest.importorskip("tokenizers", reason="extra `text` is not installed")
 pytest.importorskip("jinja2", reason="extra `chat` is not installed")
 
-from jaxdist import library  # noqa: E402
-from jaxdist.config import ConfigError  # noqa: E402
-from jaxdist.data import DataConfig, open_dataset  # noqa: E402
-from jaxdist.telemetry.metrics import read_rows  # noqa: E402
-from jaxdist.trainer import run_config  # noqa: E402
-from support.chats import write_tokenizer  # noqa: E402
-from support.paths import DATA  # noqa: E402
-from support.weight_sources import apply_weight_source  # noqa: E402
+from jaxdist import library
+from jaxdist.config import ConfigError
+from jaxdist.data import DataConfig, open_dataset
+from jaxdist.telemetry.metrics import read_rows
+from jaxdist.trainer import run_config
+from support.chats import write_tokenizer
+from support.paths import DATA
+from support.weight_sources import apply_weight_source
 
 FOLDER = DATA / "trl"
 LONGEST = 256  # tokens, more than any half has
