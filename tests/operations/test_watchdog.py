@@ -5,8 +5,10 @@ ended with 76.
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -294,6 +296,88 @@ def test_beats_of_an_earlier_start_do_not_count(tmp_path):
     ) == [0]
 
 
+# --- a stopped process ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("processes", "at_step", "is_stopped", "ended"),
+    [
+        (2, 1, True, True),
+        (2, 1, False, False),
+        (1, 1, True, False),  # ends no other process
+        (2, -1, True, False),  # has not joined the others
+    ],
+)
+def test_one_of_several_that_is_stopped_is_ended_before_its_limit(
+    tmp_path, monkeypatch, processes, at_step, is_stopped, ended
+):
+    monkeypatch.setattr(watchdog_process, "_STOPPED_S", 0.3)
+    now = time.monotonic()
+    beat = watchdog_process.Beat(1, at_step, 0, 0, now, now + 1000)
+    memory = tmp_path / "memory"
+    memory.write_bytes(
+        bytes(watchdog_process.BEAT_AT) + watchdog_process.BEAT.pack(*beat)
+    )
+    reader, writer = os.pipe()
+    found = []
+
+    def end(self, beat, now, guilty):
+        found.extend(guilty)
+
+    monkeypatch.setattr(watchdog_process.WatchdogProcess, "_end", end)
+    # After this time the process has ended, as far as the watcher knows.
+    timer = threading.Timer(30 if ended else 1.5, os.close, [writer])
+    with subprocess.Popen(["sleep", "1000"]) as child, memory.open("rb") as file:
+        monkeypatch.setattr(watchdog_process.os, "getppid", lambda: child.pid)
+        if is_stopped:
+            child.send_signal(signal.SIGSTOP)
+        timer.start()
+        watchdog_process.WatchdogProcess(
+            pid=child.pid,
+            process=0,
+            processes=processes,
+            folder=str(tmp_path),
+            group="g",
+            life=reader,
+            memory=file.fileno(),
+            dump=0,
+            leave=0,
+        ).run()
+        child.kill()
+    if timer.is_alive():
+        timer.cancel()
+        os.close(writer)
+    os.close(reader)
+    assert found == [0] * ended
+
+
+@pytest.mark.parametrize(
+    ("polls", "seconds"),
+    [
+        ([(True, 0.5), (True, 0.5)], 1.0),
+        ([(True, 0.5), (False, 0.5), (True, 0.5)], 0.5),  # went on between
+        ([(True, 0.5), (True, 3600.0)], 0.5),  # the whole machine was suspended
+    ],
+)
+def test_only_the_time_of_one_stop_counts(monkeypatch, polls, seconds):
+    watch = watchdog_process.WatchdogProcess(
+        pid=1,
+        process=0,
+        processes=2,
+        folder="",
+        group="g",
+        life=0,
+        memory=0,
+        dump=0,
+        leave=0,
+    )
+    beat = watchdog_process.Beat(1, 1, 0, 0, 0.0, 1000.0)
+    for is_stopped, passed_s in polls:
+        monkeypatch.setattr(watch, "_is_stopped", lambda value=is_stopped: value)
+        watch._count_stop(beat, passed_s)
+    assert watch._stopped_s == seconds
+
+
 # --- a run ----------------------------------------------------------------------------
 
 AGENT = [
@@ -356,6 +440,8 @@ def check_run(workdir: Path, done, kind: str, *, process: int) -> None:
     hangs = [event for event in events if event["event"] == "hang"]
     assert {event["process"] for event in hangs} == {process}
     hang = hangs[0]
+    # A stop in the first step, whose limit is that of compiling, ends before that limit.
+    assert hang["stopped_by_signal"] == (kind == "stopped")
     print(kind, {k: v for k, v in hang.items() if k != "stacks"})
     # Batch 5 hangs. Small batches are made in groups, so the loop may also miss those that
     # were made before it in the same group: it hangs at any step up to that one.
