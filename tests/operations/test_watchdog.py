@@ -5,8 +5,10 @@ ended with 76.
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -294,6 +296,88 @@ def test_beats_of_an_earlier_start_do_not_count(tmp_path):
     ) == [0]
 
 
+# --- a stopped process ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("processes", "at_step", "is_stopped", "ended"),
+    [
+        (2, 1, True, True),
+        (2, 1, False, False),
+        (1, 1, True, False),  # ends no other process
+        (2, -1, True, False),  # has not joined the others
+    ],
+)
+def test_one_of_several_that_is_stopped_is_ended_before_its_limit(
+    tmp_path, monkeypatch, processes, at_step, is_stopped, ended
+):
+    monkeypatch.setattr(watchdog_process, "_STOPPED_S", 0.3)
+    now = time.monotonic()
+    beat = watchdog_process.Beat(1, at_step, 0, 0, now, now + 1000)
+    memory = tmp_path / "memory"
+    memory.write_bytes(
+        bytes(watchdog_process.BEAT_AT) + watchdog_process.BEAT.pack(*beat)
+    )
+    reader, writer = os.pipe()
+    found = []
+
+    def end(self, beat, now, guilty):
+        found.extend(guilty)
+
+    monkeypatch.setattr(watchdog_process.WatchdogProcess, "_end", end)
+    # After this time the process has ended, as far as the watcher knows.
+    timer = threading.Timer(30 if ended else 1.5, os.close, [writer])
+    with subprocess.Popen(["sleep", "1000"]) as child, memory.open("rb") as file:
+        monkeypatch.setattr(watchdog_process.os, "getppid", lambda: child.pid)
+        if is_stopped:
+            child.send_signal(signal.SIGSTOP)
+        timer.start()
+        watchdog_process.WatchdogProcess(
+            pid=child.pid,
+            process=0,
+            processes=processes,
+            folder=str(tmp_path),
+            group="g",
+            life=reader,
+            memory=file.fileno(),
+            dump=0,
+            leave=0,
+        ).run()
+        child.kill()
+    if timer.is_alive():
+        timer.cancel()
+        os.close(writer)
+    os.close(reader)
+    assert found == [0] * ended
+
+
+@pytest.mark.parametrize(
+    ("polls", "seconds"),
+    [
+        ([(True, 0.5), (True, 0.5)], 1.0),
+        ([(True, 0.5), (False, 0.5), (True, 0.5)], 0.5),  # went on between
+        ([(True, 0.5), (True, 3600.0)], 0.5),  # the whole machine was suspended
+    ],
+)
+def test_only_the_time_of_one_stop_counts(monkeypatch, polls, seconds):
+    watch = watchdog_process.WatchdogProcess(
+        pid=1,
+        process=0,
+        processes=2,
+        folder="",
+        group="g",
+        life=0,
+        memory=0,
+        dump=0,
+        leave=0,
+    )
+    beat = watchdog_process.Beat(1, 1, 0, 0, 0.0, 1000.0)
+    for is_stopped, passed_s in polls:
+        monkeypatch.setattr(watch, "_is_stopped", lambda value=is_stopped: value)
+        watch._count_stop(beat, passed_s)
+    assert watch._stopped_s == seconds
+
+
 # --- a run ----------------------------------------------------------------------------
 
 AGENT = [
@@ -307,8 +391,8 @@ AGENT = [
     "--",
 ]
 
-# Training whose process GUILTY hangs in the read of batch 5 at the first start, and is
-# slow at the second.
+# Training whose process GUILTY hangs in the read of a batch at the first start. It is
+# slow: so each batch is a group of its own, and the loop has those before the batch.
 FAULTY = (
     HEAD
     + """
@@ -323,9 +407,9 @@ def the_culprit():
     (folder / "hung").write_text(str(time.time()))
     BODY
 def faulty(self, step, *rest):
-    if guilty and step == 5 and not again:
+    if guilty and step == BATCH and not again:
         the_culprit()
-    if guilty and again:
+    if guilty:
         time.sleep(0.3)
     return honest(self, step, *rest)
 Dataset.train_batch = faulty
@@ -334,9 +418,12 @@ runpy.run_module("jaxdist.train", run_name="__main__", alter_sys=True)
 )
 
 
-def launch(workdir: Path, body: str, *, process: int) -> subprocess.CompletedProcess:
+def launch(
+    workdir: Path, body: str, *, process: int, batch: int = 5
+) -> subprocess.CompletedProcess:
     """Returns what `launch` ended with, for a run that hangs once."""
     code = FAULTY.replace("BODY", body).replace("GUILTY", str(process))
+    code = code.replace("BATCH", str(batch))
     limits = {
         "watchdog__data_s": 6,
         "watchdog__step_s": 6,
@@ -350,16 +437,15 @@ def launch(workdir: Path, body: str, *, process: int) -> subprocess.CompletedPro
     return subprocess.run(whole, env=environment(1), capture_output=True, text=True)
 
 
-def check_run(workdir: Path, done, kind: str, *, process: int) -> None:
+def check_run(workdir: Path, done, kind: str, *, process: int, steps=(4, 5, 6)) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     events = read_events(workdir)
     hangs = [event for event in events if event["event"] == "hang"]
     assert {event["process"] for event in hangs} == {process}
     hang = hangs[0]
+    assert hang["stopped_by_signal"] == (kind == "stopped")
     print(kind, {k: v for k, v in hang.items() if k != "stacks"})
-    # Batch 5 hangs. Small batches are made in groups, so the loop may also miss those that
-    # were made before it in the same group: it hangs at any step up to that one.
-    assert hang["at_step"] in range(1, 7)
+    assert hang["at_step"] in steps
     assert hang["step"] < 6
     assert "the_culprit" in hang["stacks"]
     assert "the_culprit" in done.stdout + done.stderr
@@ -386,6 +472,16 @@ def test_a_run_whose_process_hangs_with_the_interpreter_lock_is_begun_again(tmp_
 def test_every_kind_of_hang_in_a_run(tmp_path, kind, process):
     done = launch(tmp_path / "run", HANGS[kind], process=process)
     check_run(tmp_path / "run", done, kind, process=process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_stop_in_the_first_step_is_found_before_jax_ends_the_others(
+    tmp_path, process
+):
+    """The limit of that step is 306 s, as it may compile."""
+    done = launch(tmp_path / "run", HANGS["stopped"], process=process, batch=0)
+    check_run(tmp_path / "run", done, "stopped", process=process, steps=(1,))
 
 
 SAVING = """

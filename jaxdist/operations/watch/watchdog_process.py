@@ -57,6 +57,9 @@ _WORK_S = 1.0  # most seconds to wait for work on the disk or a terminal
 _LEAVE_S = 1.0  # most seconds in which the process ends by itself
 # seconds between two polls that show that the watcher, or the machine, was suspended
 _ASLEEP_S = 2.0
+# most seconds that a signal may stop one of several processes: its heartbeats stop, too,
+# so jax ends the others within a minute, and one of those would count as lost
+_STOPPED_S = 20.0
 
 
 class Beat(NamedTuple):
@@ -105,6 +108,7 @@ class WatchdogProcess:
     _published_s = 0.0  # monotonic seconds of the last write for the other watchers
     _published_row = b""
     _allowance_s = 0.0  # seconds since the last beat in which the watcher was suspended
+    _stopped_s = 0.0  # seconds for which a signal has stopped the process
     _disk: threading.Thread | None = None  # thread of the last work on the workdir
 
     @property
@@ -121,14 +125,17 @@ class WatchdogProcess:
         guilty: dict[int, Beat] = {}
         while not self._ended(_POLL_S):
             now = time.monotonic()
-            if now - last_poll > _ASLEEP_S:
-                self._allowance_s += now - last_poll
+            passed_s = now - last_poll
+            if passed_s > _ASLEEP_S:
+                self._allowance_s += passed_s
             last_poll = now
             beat = _read(self.memory)
+            self._count_stop(beat, passed_s)
             if beat.since > now - _POLL_S:
                 self._allowance_s = 0.0
             self._publish(beat, now)
-            if now < beat.deadline + self._allowance_s:
+            is_late = now >= beat.deadline + self._allowance_s
+            if not is_late and self._stopped_s < _STOPPED_S:
                 continue
             previous = guilty
             guilty = self._guilty(beat, now)
@@ -139,6 +146,19 @@ class WatchdogProcess:
                 self._end(beat, now, guilty)
                 return
         self._tidy()
+
+    def _count_stop(self, beat: Beat, passed_s: float) -> None:
+        """Counts the seconds of a stop that other processes would not survive.
+
+        Args:
+          beat: beat of the process.
+          passed_s: seconds since the last poll.
+        """
+        has_joined = self.processes > 1 and beat.at_step >= 0
+        if not has_joined or not self._is_stopped():
+            self._stopped_s = 0.0
+        elif passed_s <= _ASLEEP_S:
+            self._stopped_s += passed_s
 
     def _ended(self, seconds: float) -> bool:
         """Waits until the process has ended, or for some seconds."""
