@@ -53,6 +53,9 @@ class ObjectiveConfig:
     # (lora.rank), in each step; module = a frozen copy of the first weights, in each
     # step; auto = base if the adapters are new, otherwise computed
     reference: Annotated[Literal["auto", "computed", "base", "module"], _DPO] = "auto"
+    # dpo: weights of the reference in place of the first weights: the folder of a Hugging
+    # Face model, or of a run; its model and tokenizer must be those of the run
+    reference_from: Annotated[str, _DPO] = ""
 
     @property
     def has_pairs(self) -> bool:
@@ -68,7 +71,8 @@ class ObjectiveConfig:
         if self.name == "dpo":
             reference = self.reference
             if reference == "auto":
-                reference = "base" if new_adapters else "computed"
+                is_base = new_adapters and not self.reference_from
+                reference = "base" if is_base else "computed"
             is_robust = self.loss == "robust"
             return DirectPreference(
                 loss=self.loss,
@@ -112,7 +116,12 @@ def objective_faults(
             "objective.reference=base is the model without its adapters, and it has "
             "none; set lora.rank, or objective.reference=computed"
         )
-    if config.reference == "module" and has_adapters:
+    if config.reference == "base" and config.reference_from:
+        yield (
+            f"objective.reference_from={config.reference_from}: the base of adapters has "
+            f"the run's own weights; set objective.reference=computed"
+        )
+    if config.reference == "module" and has_adapters and not config.reference_from:
         yield (
             "objective.reference=module would keep a second copy of the weights that "
             "lora.rank leaves as they are; set objective.reference=base"

@@ -147,6 +147,7 @@ def init_from_sources(
     sources: Sequence[WeightSource],
     build: Build | None = None,
     initial: Mapping[str, np.ndarray] | None = None,
+    module_values: Mapping[str, Any] | None = None,
 ) -> InitialState:
     """Makes the state of a new run: from weights of sources, or from random ones.
 
@@ -159,6 +160,7 @@ def init_from_sources(
       sources: the sources that `chosen_sources` found; empty = random weights.
       build: makes the caller's model; default: the config names the model.
       initial: initial values of the caller's model by path.
+      module_values: values of frozen modules on the devices, as `modules/NAME/PATH`.
 
     Raises:
       ConfigError: the weights cannot be read, or belong to another model.
@@ -170,13 +172,13 @@ def init_from_sources(
     target = Target(config, built.views.abstract, build)
     opened = [_open(source, target) for source in sources]
     loaded = [weights.load() for weights in opened]
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(module_values or {})
     metadata: dict[str, Any] = {}
     if built.abstract_state.modules:
         # the model's own values are those of the source
         prefix = f"{MODULES}/"
         frozen = {path: x for path, x in given.items() if path.startswith(prefix)}
-        values = dict(on_devices(frozen, built))
+        values |= on_devices(frozen, built)
     for weights in loaded:
         values |= weights.values
         metadata |= weights.metadata

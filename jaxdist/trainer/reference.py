@@ -97,7 +97,7 @@ def settle(
     folder: Path,
     dataset: Dataset,
     built: TrainStep,
-    state: State,
+    make_state: Callable[[], State],
     *,
     say: Callable[[str], None],
     on_batch: Callable[[], None] = lambda: None,
@@ -111,7 +111,7 @@ def settle(
       folder: the workdir.
       dataset: the run's data, which receive the field.
       built: the run's step.
-      state: the state before the first step.
+      make_state: makes or gives a state with the weights of the reference.
       say: prints a line of progress.
       on_batch: is called as each batch starts.
 
@@ -121,6 +121,7 @@ def settle(
     if not needed(config):
         return
     places = _places(dataset)
+    state = make_state()
     key = _key(config, dataset, state)
     cached = config.data.cache_folder() / f"reference-{key[:16]}.npz"
     stored = None

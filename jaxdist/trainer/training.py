@@ -30,6 +30,7 @@ from jaxdist.trainer import (
     opening,
     preemption,
     reference,
+    reference_weights,
     reporting,
     restore,
     run_loop,
@@ -114,6 +115,7 @@ def train(
     composition = validation.validate(
         config, devices, with_data=inputs.dataset is None, build=inputs.build
     )
+    reference_weights.check(config, folder, weight_sources)
     all_callbacks.check(config)
     signals = StopSignals()
     with contextlib.ExitStack() as stack, all_callbacks.enter_others():
@@ -152,14 +154,23 @@ def train(
                 if sources:
                     all_callbacks.phase("restore", 0)
                 initial = initial_weights.init_from_sources(
-                    config, built, folder, sources, inputs.build, inputs.initial
+                    config,
+                    built,
+                    folder,
+                    sources,
+                    inputs.build,
+                    inputs.initial,
+                    reference_weights.module_values(config, built, weight_sources),
                 )
                 reference.settle(
                     config,
                     folder,
                     dataset,
                     built,
-                    initial.state,
+                    lambda: (
+                        reference_weights.state(config, built, weight_sources)
+                        or initial.state
+                    ),
                     say=this_run.say,
                     on_batch=lambda: all_callbacks.phase("evaluate", 0),
                 )

@@ -238,3 +238,41 @@ def test_contradictions_are_refused_before_anything_compiles(more, message, tmp_
     with pytest.raises(ConfigError, match=message):
         library.run(run_config.from_config(config), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("reference", ["computed", "module"])
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_another_model_is_the_reference(loss, reference, tmp_path):
+    name = f"{loss}, other reference"
+    wanted = stored("losses.json")["runs"][name]
+    more = {
+        "objective.reference": reference,
+        "objective.reference_from": str(FOLDER / "reference"),
+        "train.steps": 6,
+    }
+    values = config_of(name, rows_file(tmp_path), str(tmp_path / "cache"))
+    rows = train(values, tmp_path / "run", **more)
+    losses = [row["loss"] for row in rows]
+    assert abs(losses[0] - wanted["losses"][0]) < 1e-4
+    np.testing.assert_allclose(losses, wanted["losses"][:6], rtol=1e-5, atol=1e-5)
+
+
+def test_a_reference_of_another_model_or_tokenizer_is_refused(tmp_path):
+    values = config_of("sigmoid", rows_file(tmp_path), str(tmp_path / "cache"))
+    other = DATA / "huggingface/llama"
+    with pytest.raises(ConfigError) as caught:
+        train(values, tmp_path / "run", **{"objective.reference_from": str(other)})
+    text = str(caught.value)
+    assert "model.d_model=32" in text
+    assert "answers are compared token by token" in text
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="set objective.reference=computed"):
+        train(
+            values,
+            tmp_path / "run",
+            **{
+                "objective.reference": "base",
+                "lora.rank": 2,
+                "objective.reference_from": str(FOLDER / "reference"),
+            },
+        )

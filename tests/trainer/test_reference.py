@@ -134,11 +134,36 @@ def test_runs_on_the_same_weights_and_data_share_the_pass(pairs, tmp_path, monke
     ids=str,
 )
 def test_other_layouts_compute_the_same(pairs, tmp_path, mesh):
-    wanted = train(config_of(pairs, data__cache_dir=str(tmp_path / "a")), tmp_path / "1")
+    wanted = train(
+        config_of(pairs, data__cache_dir=str(tmp_path / "a")), tmp_path / "1"
+    )
     config = config_of(pairs, **mesh, data__cache_dir=str(tmp_path / "b"))
     found = train(config, tmp_path / "2", devices=8)
     np.testing.assert_array_equal(found.places, wanted.places)
     np.testing.assert_allclose(found.values, wanted.values, rtol=1e-5)
+
+
+def test_a_run_is_the_reference_of_another(pairs, tmp_path):
+    cache = {"data__cache_dir": str(tmp_path / "cache")}
+    other = config_of(pairs, seed=3, **cache)
+    library.run(other, tmp_path / "other", devices=jax.devices()[:1])
+    found = {}
+    for reference_form in ("computed", "module"):
+        config = config_of(
+            pairs,
+            objective__reference_from=str(tmp_path / "other"),
+            objective__reference=reference_form,
+            model__dropout=0.0,
+            **cache,
+        )
+        folder = tmp_path / reference_form
+        library.run(config, folder, devices=jax.devices()[:1])
+        found[reference_form] = [row["loss"] for row in read_rows(folder).train]
+    assert abs(found["module"][0] - np.log(2)) > 1e-3
+    np.testing.assert_allclose(found["computed"], found["module"], rtol=1e-5)
+    # a finished run reads its reference no more
+    (tmp_path / "other").rename(tmp_path / "moved")
+    library.run(config, folder, devices=jax.devices()[:1])
 
 
 def test_a_resumed_run_and_evaluate_read_the_file(pairs, tmp_path):
@@ -262,5 +287,7 @@ def test_kill_9_changes_no_bit(pairs, tmp_path, where):
         )
         name = "loss" if rows == "train" else "eval_loss"
         assert [row[name] for row in parts] == [row[name] for row in whole]
-    files = [reference._read(tmp_path / n / reference.FILE) for n in ("whole", "killed")]
+    files = [
+        reference._read(tmp_path / n / reference.FILE) for n in ("whole", "killed")
+    ]
     np.testing.assert_array_equal(files[0].values, files[1].values)

@@ -1,0 +1,127 @@
+"""The weights of a reference that is another model: `objective.reference_from`.
+
+The folder is read by the sources of initial weights, as if the run started from it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxdist.checkpoint.folders import has_steps
+from jaxdist.config import ConfigError, schema
+from jaxdist.data import tokenizer
+from jaxdist.models.lora import LoraConfig
+from jaxdist.models.model_values import differing_values
+from jaxdist.objectives.config import ObjectiveConfig
+from jaxdist.objectives.pairs import REFERENCE
+from jaxdist.step.first_state import MODULES
+from jaxdist.step.state import State
+from jaxdist.step.train_step import TrainStep
+from jaxdist.trainer import compose, initial_weights, workdir
+from jaxdist.trainer.run_config import InitConfig, RunConfig
+from jaxdist.trainer.weight_source import Target, WeightSource
+
+KEY = "objective.reference_from"
+
+
+def check(
+    config: RunConfig, folder: Path, weight_sources: Sequence[WeightSource]
+) -> None:
+    """Checks that a run's reference has the model and the tokenizer of the run.
+
+    A run that has saved no longer reads it.
+
+    Args:
+      config: the run's config.
+      folder: the workdir.
+      weight_sources: sources in addition to those of the core.
+
+    Raises:
+      ConfigError: it does not, or it cannot be read. The error lists all differences.
+    """
+    place = config.objective.reference_from
+    if not place or has_steps(workdir.checkpoints_folder(folder, config)):
+        return
+    source_config = _config_of(config)
+    (source,) = initial_weights.chosen_sources(source_config, weight_sources)
+    # without a tokenizer of its own, the reference is taken to have that of the run
+    set_keys: tuple[str, ...] = ()
+    if not (Path(place).expanduser() / tokenizer.TOKENIZER_FILE).is_file():
+        set_keys = ("data.tokenizer",)
+    try:
+        implied = source.config_of(schema.to_config_dict(source_config), set_keys)
+    except ConfigError as error:
+        raise ConfigError(
+            fault.replace(source.key, KEY) for fault in error.faults
+        ) from error
+    faults = [
+        f"{fault} ({KEY}={place}): answers are compared token by token; give a reference "
+        f"with the run's model"
+        for fault in differing_values(config.model_options, implied.model)
+    ]
+    if not _is_same_tokenizer(config, implied.tokenizer):
+        faults.append(
+            f"data.tokenizer={config.data.tokenizer}, there {implied.tokenizer} "
+            f"({KEY}={place}): other tokens; give a reference with the run's tokenizer"
+        )
+    if faults:
+        raise ConfigError(faults)
+
+
+def module_values(
+    config: RunConfig, built: TrainStep, weight_sources: Sequence[WeightSource]
+) -> dict[str, Any]:
+    """Reads the weights of a frozen reference, by `modules/reference/PATH`.
+
+    The result is {} if the run's reference is no module, or has the first weights.
+    """
+    if not config.objective.reference_from or not built.abstract_state.modules:
+        return {}
+    abstract = built.views.abstract
+    arrays = abstract._replace(trainable={}, frozen=abstract.modules[REFERENCE])
+    values = _load(_config_of(config), arrays, weight_sources)
+    return {f"{MODULES}/{REFERENCE}/{path}": x for path, x in values.items()}
+
+
+def state(
+    config: RunConfig, built: TrainStep, weight_sources: Sequence[WeightSource]
+) -> State | None:
+    """Makes a state with the weights of the reference, and new adapters.
+
+    The result is None if the reference has the first weights of the run.
+    """
+    if not config.objective.reference_from:
+        return None
+    arrays = built.views.abstract
+    source_config = compose.with_overrides(_config_of(config), {"lora": config.lora})
+    made: State = built.init(_load(source_config, arrays, weight_sources))
+    return made
+
+
+def _load(
+    config: RunConfig, arrays: State, weight_sources: Sequence[WeightSource]
+) -> dict[str, Any]:
+    """Reads the weights that a config starts from, into arrays with shardings."""
+    (source,) = initial_weights.chosen_sources(config, weight_sources)
+    return source.open(Target(config, arrays)).load().values
+
+
+def _config_of(config: RunConfig) -> RunConfig:
+    """Makes the config of a run that starts from the reference's weights."""
+    place = config.objective.reference_from
+    init = InitConfig(from_run=place)
+    if any(Path(place).expanduser().glob("*.safetensors")):
+        init = InitConfig(from_huggingface=place)
+    changes = {"init": init, "lora": LoraConfig(), "objective": ObjectiveConfig()}
+    return compose.with_overrides(config, changes)
+
+
+def _is_same_tokenizer(config: RunConfig, other: str) -> bool:
+    name = config.data.tokenizer
+    if name == other:
+        return True
+    if tokenizer.bpe_size(name) or tokenizer.bpe_size(other):
+        return False
+    cache = config.data.cache_folder()
+    loaded = [tokenizer.load_tokenizer(x, cache=cache) for x in (name, other)]
+    return loaded[0].fingerprint == loaded[1].fingerprint
