@@ -56,11 +56,6 @@ def component_faults(config: RunConfig) -> Iterator[str]:
             )
     if not train.epochs:  # else the steps are known once the data is open
         yield from warmup_faults(config.optimizer, train.steps)
-    yield from objective_faults(
-        config.objective,
-        data_format=config.data.format,
-        has_adapters=config.lora.rank > 0,
-    )
     if config.lora.from_peft and not config.init.from_huggingface:
         yield "lora.from_peft needs the model that it adapts; set init.from_huggingface"
 
@@ -71,6 +66,12 @@ def model_faults(config: RunConfig) -> list[str]:
     # These groups have patterns, which choose parameters of the model.
     for part in ("lora", "optimizer", "sharding"):
         faults += schema.faults(getattr(config, part), f"{part}.")
+    # An objective may need parts that the model lacks.
+    faults += objective_faults(
+        config.objective,
+        data_format=config.data.format,
+        has_adapters=config.lora.rank > 0,
+    )
     return [*faults, *_size_faults(config)]
 
 
