@@ -27,6 +27,7 @@ from jaxdist.inference.decoding import (
     longest_text,
     text_generator,
     until_stop,
+    writes_text,
 )
 from jaxdist.inference.logits import Ids, LogitsFunction
 from jaxdist.inference.scoring import Score, Scorer, build_scorer, windows
@@ -285,6 +286,12 @@ class TrainedRun:
         if not hasattr(self.spec.model_class, "decode"):
             raise ConfigError(
                 f"the model {self.spec.model_class.__name__} has no decode method"
+            )
+        if not writes_text(self.spec):
+            raise ConfigError(
+                f"{self.folder} is a reward model (model.head=score): it scores texts and "
+                f"predicts no tokens. Call logits(ids) for the scores, or name a run of "
+                f"a language model."
             )
 
     def generate_tokens(
