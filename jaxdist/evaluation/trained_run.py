@@ -109,7 +109,8 @@ class TrainedRun:
             its own document only. Default: a row is one document.
 
         Returns:
-          Float32 [B, S, V]; [:, i] scores the token after ids[:, i].
+          Float32 [B, S, V]; [:, i] scores the token after ids[:, i]. For a reward model
+          [B, S, 1]: the score of a text stands at its last token.
 
         Raises:
           ConfigError: the model has no `forward(batch)` that returns logits; or an

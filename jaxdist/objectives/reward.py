@@ -60,4 +60,4 @@ def last_inputs(positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
     numbers = jnp.arange(1, 2 * most_pairs(len(positions)) + 1)
     belongs = segment_ids[:, None] == numbers[None, :]
     last = jnp.where(belongs, positions[:, None], -1).max(0)
-    return (belongs & (positions[:, None] == last)).any(1)
+    return (belongs & (positions[:, None] == last[None, :])).any(1)
