@@ -196,15 +196,8 @@ def fields_of(
         FAMILIES.values(), key=lambda f: f.model_type != origin.get("model_type")
     ):
         architecture = family.architecture_for(expected["head"])
-        if not architecture:
-            fault = (
-                f"model.head={expected['head']!r}: transformers has no class of "
-                f"{family.model_type} for sequence classification"
-            )
-            misfits.append(_Misfit(family, is_valid=False, faults=[fault]))
-            continue
         fields = carried | {
-            "architectures": [architecture],
+            "architectures": [architecture or family.architecture],
             "model_type": family.model_type,
         }
         if expected["head"] == "score":
@@ -216,7 +209,15 @@ def fields_of(
         except ConfigError as error:
             misfits.append(_Misfit(family, is_valid=False, faults=error.faults))
             continue
+        if not architecture:
+            written_values.pop("head")
         faults = tuple(differing_values(expected, written_values))
+        if not faults and not architecture:
+            raise ConfigError(
+                f"model.head={expected['head']}: transformers has no class of "
+                f"{family.model_type} for sequence classification. Read the "
+                f"scores with jaxdist.load_run(WORKDIR).logits(ids)"
+            )
         if not faults:
             return family, fields
         misfits.append(_Misfit(family, is_valid=True, faults=faults))

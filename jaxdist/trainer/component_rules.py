@@ -62,11 +62,6 @@ def component_faults(config: RunConfig) -> Iterator[str]:
         has_adapters=config.lora.rank > 0,
         head=config.model.get("head"),
     )
-    if sample_tokens and config.objective.reads_scores:
-        yield (
-            f"train.sample_tokens={sample_tokens}: a reward model scores texts and writes "
-            f"none; set train.sample_tokens=0"
-        )
     if config.lora.from_peft and not config.init.from_huggingface:
         yield "lora.from_peft needs the model that it adapts; set init.from_huggingface"
 
