@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxdist.config import ConfigError
 from jaxdist.objectives.pairs import Halves, PairObjective, Pairs, halves, most_pairs
 from jaxdist.protocols.model import Batch
 from jaxdist.protocols.objective import Terms
@@ -29,7 +30,16 @@ class BradleyTerry(PairObjective):
         Args:
           terms: `score` [S] of the inputs.
           sample: the row.
+
+        Raises:
+          ConfigError: the policy has no term `score`.
         """
+        if SCORE not in terms:
+            raise ConfigError(
+                f"BradleyTerry reads the term {SCORE!r} of the policy's token_terms, and "
+                f"there are {', '.join(terms)}. Set model.head=score, or return it in "
+                f"token_terms."
+            )
         segment_ids = sample["segment_ids"]
         is_last = last_inputs(sample["positions"], segment_ids)
         scores = halves(jnp.where(is_last, terms[SCORE], 0), segment_ids)

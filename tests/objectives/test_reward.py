@@ -153,13 +153,13 @@ def test_the_score_is_trained_in_full_beside_adapters():
     factors = {path for path in spec.named_trainable() if lora.is_factor(path)}
     assert spec.named_trainable().keys() - factors == {"score"}
     assert "blocks/attention/query/lora_a" in factors
-    found = run(
-        spec.trained_for(BradleyTerry(), {}),
-        case(),
-        two_pairs_in_a_row(),
-        evaluates=False,
-    )
-    assert np.abs(found.gradients["score"]).max() > 0
+    spec = spec.trained_for(BradleyTerry(), {})
+    batch = two_pairs_in_a_row()
+    wanted = run(spec, case(), batch, evaluates=False)
+    assert np.abs(wanted.gradients["score"]).max() > 0
+    found = run(spec, LAYOUTS["pipeline"], batch, evaluates=False)
+    assert found.metrics["loss"] == pytest.approx(wanted.metrics["loss"], rel=2e-5)
+    assert worst(found.gradients, wanted.gradients) < 1e-4
 
 
 def test_the_score_is_no_target_of_adapters():
@@ -187,6 +187,11 @@ def test_a_reward_model_has_no_next_token_loss():
     model = Transformer(SCORES, rngs=nnx.Rngs(0))
     with pytest.raises(ConfigError, match="set objective.name=reward"):
         model.loss(two_pairs_in_a_row(), None)
+
+
+def test_a_policy_without_scores_is_refused():
+    with pytest.raises(ConfigError, match="log_probability.* Set model.head=score"):
+        run(spec_for(BradleyTerry()), case(), two_pairs_in_a_row())
 
 
 @pytest.mark.parametrize(
