@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jaxdist.data import token_cache, token_files, tokenizer, tokenizer_config
 from jaxdist.data.config import DataConfig
-from jaxdist.data.formats import FORMATS
+from jaxdist.data.formats import OpenEncoder
 from jaxdist.data.sources.documents import Corpus
 from jaxdist.data.token_cache import Encoder, Log
 from jaxdist.data.tokenizer import Tokenizer
@@ -14,7 +14,11 @@ from jaxdist.storage.digest import digest
 
 
 def open_tokenizer(
-    config: DataConfig, texts: list[Corpus], folder: Path | None, log: Log
+    config: DataConfig,
+    texts: list[Corpus],
+    folder: Path | None,
+    log: Log,
+    open_encoder: OpenEncoder,
 ) -> tuple[Tokenizer | None, Encoder | None]:
     """Opens the tokenizer of a config, and the encoder of documents that uses it.
 
@@ -23,6 +27,7 @@ def open_tokenizer(
       texts: corpora to train the tokenizer on, if it has to be trained.
       folder: workdir that keeps the tokenizer's files; None = nowhere.
       log: receives a line if a tokenizer is trained.
+      open_encoder: makes the encoder of the format; see `formats.Format`.
 
     Returns:
       The tokenizer and the encoder. Sources of token ids have neither, unless
@@ -41,7 +46,7 @@ def open_tokenizer(
         cache=config.cache_folder(),
         special_tokens=config.special_tokens,
     )
-    encoder, settings = FORMATS[config.format].open_encoder(config, loaded, folder)
+    encoder, settings = open_encoder(config, loaded, folder)
     # A start that failed may have kept the tokenizer without data.chat_template.
     is_new = bool(loaded.content) and not is_kept
     if folder and (is_new or settings != loaded.config):

@@ -8,11 +8,12 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from jaxdist.config import ConfigError
 from jaxdist.data import chat, preferences, splits
 from jaxdist.data.chat import ChatEncoder
 from jaxdist.data.config import DataConfig
 from jaxdist.data.dataset import DatasetSplit
-from jaxdist.data.preferences import PreferenceEncoder
+from jaxdist.data.preferences import PreferenceEncoder, ScoredEncoder
 from jaxdist.data.token_cache import Encoder, Log, TextEncoder
 from jaxdist.data.token_files import TokenStore
 from jaxdist.data.tokenizer import Tokenizer
@@ -89,3 +90,26 @@ FORMATS: dict[str, Format] = {
     "chat": Format(_opener(ChatEncoder), splits.cut_examples),
     "preferences": Format(_opener(PreferenceEncoder), preferences.cut_pairs),
 }
+# Formats whose documents can be scored at their last token, which is then an input.
+_SCORED: dict[str, Format] = {
+    "preferences": Format(_opener(ScoredEncoder), preferences.cut_scored_pairs),
+}
+
+
+def format_of(config: DataConfig, *, scored: bool) -> Format:
+    """Finds the encoder and the rows of a config's format.
+
+    Args:
+      config: settings of the data.
+      scored: whether a model scores documents at their last token.
+
+    Raises:
+      ConfigError: documents of the format are not scored.
+    """
+    formats = _SCORED if scored else FORMATS
+    if config.format not in formats:
+        raise ConfigError(
+            f"data.format={config.format} has no documents to score; "
+            f"set data.format={' or '.join(_SCORED)}"
+        )
+    return formats[config.format]

@@ -12,7 +12,7 @@ from jaxdist.data.chat import ChatEncoder
 from jaxdist.data.config import DataConfig, parts_of
 from jaxdist.data.dataset import Dataset, vocabulary_fault
 from jaxdist.data.encoders import open_tokenizer
-from jaxdist.data.formats import FORMATS
+from jaxdist.data.formats import format_of
 from jaxdist.data.sources.documents import Corpus, SourceOptions
 from jaxdist.data.sources.source import (
     SampleSource,
@@ -36,6 +36,7 @@ def open_dataset(
     log: Log = print,
     stride: int | None = None,
     summary: bool = True,
+    scored: bool = False,
 ) -> Dataset:
     """Opens the dataset of a config. The corpus is tokenized on first use.
 
@@ -51,6 +52,8 @@ def open_dataset(
       stride: tokens by which windows over held-out documents move
         (`jaxdist.data.sliding`); None = no sliding windows.
       summary: whether to log the size of the dataset.
+      scored: whether a model scores documents at their last token. It is then an input
+        of its row, and not only a target.
 
     Raises:
       ConfigError: missing, empty or too small corpora, ids beyond the vocabulary, or
@@ -63,13 +66,16 @@ def open_dataset(
     source = SOURCES[config.source]
     if isinstance(source, SampleSource):
         return _open_samples(source, config, seed=seed, log=log, summary=summary)
+    record_format = format_of(config, scored=scored)
     weights, parts = parts_of(config)
     num_train = len(parts)
     if config.validation_path:  # a separate corpus, which no mixture has
         parts.append(dataclasses.replace(config, path=config.validation_path))
     corpora = [open_corpus(part, log) for part in parts]
     texts = [corpus for corpus in corpora[:num_train] if corpus]
-    loaded, encoder = open_tokenizer(config, texts, folder, log)
+    loaded, encoder = open_tokenizer(
+        config, texts, folder, log, record_format.open_encoder
+    )
     if isinstance(encoder, ChatEncoder) and encoder.warning:
         log(encoder.warning)
     stores = [
@@ -77,9 +83,7 @@ def open_dataset(
         for part, corpus in zip(parts, corpora, strict=True)
     ]
     _check_vocabulary(stores, vocab_size)
-    cut = partial(
-        FORMATS[config.format].cut, config, sequence_length=sequence_length, log=log
-    )
+    cut = partial(record_format.cut, config, sequence_length=sequence_length, log=log)
     sides = []
     for train_documents, held_out_documents in splits.split_all(stores, config, log):
         train = cut(train_documents)
@@ -93,7 +97,7 @@ def open_dataset(
         seed=seed,
         fingerprint=digest(
             sequence_length,
-            config.cut,
+            f"{config.cut} scored" if scored else config.cut,
             config.validation_share,
             weights,
             *(store.fingerprint for store in stores),

@@ -12,10 +12,14 @@ by side in one row, as two pieces:
 
 The chosen half of the i-th pair of a row, from 1, is segment 2i - 1, and the rejected
 half is segment 2i.
+
+A reward model scores a half at its last token, so that token must be an input. Scored
+halves therefore have one more token at their end: a target that is not learned.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +31,7 @@ from jaxdist.data.chat_template import ChatTemplate
 from jaxdist.data.config import DataConfig
 from jaxdist.data.dataset import DatasetSplit
 from jaxdist.data.packing import PackedDocuments, PackingPlan
+from jaxdist.data.sources.documents import Document
 from jaxdist.data.splits import side_name
 from jaxdist.data.token_cache import Log
 from jaxdist.data.token_files import Pieces, TokenStore
@@ -79,6 +84,34 @@ class PreferenceEncoder(ChatEncoder):
         return np.repeat(starts, 2).tolist()
 
 
+class ScoredEncoder(PreferenceEncoder):
+    """Encoder of halves that are scored at their last token.
+
+    It repeats the last token of a half, with weight 0. The copy is a target only.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None = None
+    ) -> None:
+        """Makes the encoder; see `ChatEncoder`."""
+        super().__init__(tokenizer, template)
+        self.fingerprint = digest("scored", self.fingerprint)
+
+    def encode(
+        self, documents: Sequence[Document]
+    ) -> tuple[list[np.ndarray], list[np.ndarray], Counter[str]]:
+        """Encodes halves, each with a target after its last token.
+
+        See `ChatEncoder.encode`.
+        """
+        ids, weights, notes = super().encode(documents)
+        ids = [np.append(tokens, tokens[-1:]) for tokens in ids]
+        weights = [
+            np.append(learned, np.zeros_like(learned[-1:])) for learned in weights
+        ]
+        return ids, weights, notes
+
+
 def _common_length(whole: np.ndarray, prompt: np.ndarray) -> int:
     """Counts the tokens at the beginning that both have."""
     shortest = min(len(whole), len(prompt))
@@ -124,6 +157,7 @@ def cut_pairs(
     log: Log,
     held_out: bool = False,
     stride: int | None = None,
+    scored: bool = False,
 ) -> DatasetSplit:
     """Cuts pairs into rows, and logs how many are truncated or dropped.
 
@@ -136,6 +170,7 @@ def cut_pairs(
       log: receives the lines.
       held_out: whether the pairs are held out.
       stride: must be None, because pairs have no sliding windows.
+      scored: whether the halves are those of a `ScoredEncoder`.
 
     Raises:
       ConfigError: the training side has no pair, or there is a stride.
@@ -145,13 +180,21 @@ def cut_pairs(
             f"stride={stride}: windows slide over texts and chats, and "
             f"data.format={config.format} has pairs. Leave the stride out."
         )
-    halves = _cut_halves(store, sequence_length, config.truncation)
-    _log_pairs(config, store, sequence_length, halves, log, held_out=held_out)
+    halves = _cut_halves(store, sequence_length, config.truncation, scored=scored)
+    _log_pairs(
+        config, store, sequence_length, halves, log, held_out=held_out, scored=scored
+    )
     limit = config.validation_tokens if held_out else 0
     plan = packing.stored_plan(
         store,
         sequence_length,
-        rule=("pairs", _VERSION, PAIRS_PER_ROW, limit, config.truncation),
+        rule=(
+            "scored pairs" if scored else "pairs",
+            _VERSION,
+            PAIRS_PER_ROW,
+            limit,
+            config.truncation,
+        ),
         make=lambda: _pack(halves, sequence_length, limit),
         fits=_has_whole_pairs,
         folder=config.cache_folder(),
@@ -164,6 +207,9 @@ def cut_pairs(
         num_tokens=int(learned.sum()),
         scanned=store.max_id is not None,
     )
+
+
+cut_scored_pairs = partial(cut_pairs, scored=True)
 
 
 def plan_pairs(
@@ -184,12 +230,17 @@ def plan_pairs(
       limit: largest number of learned predictions, in the order of pairs; 0 = all.
       truncation: end of a half that is kept, keep_start or keep_end.
     """
-    halves = _cut_halves(store, sequence_length, truncation)
+    halves = _cut_halves(store, sequence_length, truncation, scored=False)
     return _pack(halves, sequence_length, limit)
 
 
-def _cut_halves(store: TokenStore, sequence_length: int, truncation: str) -> _Halves:
-    """Truncates the halves to S // 2 predictions, and finds the pairs to keep."""
+def _cut_halves(
+    store: TokenStore, sequence_length: int, truncation: str, *, scored: bool
+) -> _Halves:
+    """Truncates the halves to S // 2 predictions, and finds the pairs to keep.
+
+    A score depends on inputs alone. So a scored half needs a learned input.
+    """
     assert len(store.length) % 2 == 0, "a half has no other one"
     assert np.array_equal(store.group[::2], store.group[1::2]), "halves of two pairs"
     predictions = packing.count_predictions(store)
@@ -197,7 +248,10 @@ def _cut_halves(store: TokenStore, sequence_length: int, truncation: str) -> _Ha
     pieces = store.documents._replace(length=kept)
     if truncation == "keep_end":
         pieces = pieces._replace(start=pieces.start + predictions - kept)
-    learned = packing.count_learned(store, pieces)
+    read = pieces
+    if scored:  # without the last target
+        read = pieces._replace(length=np.maximum(kept - 1, 0))
+    learned = packing.count_learned(store, read)
     is_kept = np.all(learned.reshape(-1, 2) > 0, axis=1)
     return _Halves(pieces, learned, is_kept)
 
@@ -231,26 +285,29 @@ def _log_pairs(
     log: Log,
     *,
     held_out: bool,
+    scored: bool,
 ) -> None:
     """Logs how many pairs there are, are truncated, and are dropped.
 
     Raises:
       ConfigError: training has no pairs.
     """
-    longest = sequence_length // 2 + 1
+    longest = sequence_length // 2 + (not scored)
+    # without the target after the last token
+    length = np.maximum(store.length - scored, 0)
     end = "first" if config.truncation == "keep_start" else "last"
-    longer = int((store.length > longest).sum())
+    longer = int((length > longest).sum())
     all_learned = packing.count_learned(
         store, store.documents._replace(length=packing.count_predictions(store))
     )
     _, learned = halves.taken()
     log(
         f"data: {store.name}: {len(halves.is_kept)} {side_name(held_out)} pairs, "
-        f"{learned.sum()} of {store.length.sum()} tokens learned; "
+        f"{learned.sum()} of {length.sum()} tokens learned; "
         f"{longer} halves longer than {longest} tokens and cut to their {end} ones, "
         f"{(~halves.is_kept).sum()} pairs dropped without a learned token in a half "
         f"({all_learned.sum() - learned.sum()} learned tokens lost), "
-        f"{_count_equal(store, halves, longest)} kept with halves that became equal"
+        f"{_count_equal(store, halves, longest, scored=scored)} kept with halves that became equal"
     )
     if not held_out and not halves.is_kept.any():
         raise ConfigError(
@@ -260,16 +317,18 @@ def _log_pairs(
         )
 
 
-def _count_equal(store: TokenStore, halves: _Halves, longest: int) -> int:
+def _count_equal(
+    store: TokenStore, halves: _Halves, longest: int, *, scored: bool
+) -> int:
     """Counts the pairs that are kept and whose halves became equal by truncation."""
-    is_longer = (store.length > longest).reshape(-1, 2).any(1)
+    is_longer = (store.length - scored > longest).reshape(-1, 2).any(1)
     length = halves.pieces.length.reshape(-1, 2)
     candidates = is_longer & halves.is_kept & (length[:, 0] == length[:, 1])
     contents = [file.tokens for file in store.files]
     count = 0
     for pair in np.flatnonzero(candidates).tolist():
         chosen, rejected = (
-            contents[owner][start : start + predictions + 1]
+            contents[owner][start : start + predictions + (not scored)]
             for owner, start, predictions in zip(
                 *(values[2 * pair : 2 * pair + 2].tolist() for values in halves.pieces),
                 strict=True,

@@ -27,6 +27,7 @@ from jaxdist.inference.decoding import (
     longest_text,
     text_generator,
     until_stop,
+    writes_text,
 )
 from jaxdist.inference.logits import Ids, LogitsFunction
 from jaxdist.inference.scoring import Score, Scorer, build_scorer, windows
@@ -108,7 +109,8 @@ class TrainedRun:
             its own document only. Default: a row is one document.
 
         Returns:
-          Float32 [B, S, V]; [:, i] scores the token after ids[:, i].
+          Float32 [B, S, V]; [:, i] scores the token after ids[:, i]. For a reward model
+          [B, S, 1]: the score of a text stands at its last token.
 
         Raises:
           ConfigError: the model has no `forward(batch)` that returns logits; or an
@@ -285,6 +287,12 @@ class TrainedRun:
         if not hasattr(self.spec.model_class, "decode"):
             raise ConfigError(
                 f"the model {self.spec.model_class.__name__} has no decode method"
+            )
+        if not writes_text(self.spec):
+            raise ConfigError(
+                f"{self.folder} is a reward model (model.head=score): it scores texts and "
+                f"predicts no tokens. Call logits(ids) for the scores, or name a run of "
+                f"a language model."
             )
 
     def generate_tokens(

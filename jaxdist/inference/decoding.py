@@ -159,17 +159,27 @@ class TokenGenerator:
         ]
 
 
+def writes_text(spec: ModelSpec) -> bool:
+    """Checks whether a model has `decode`, and does not deny that it writes text.
+
+    A model whose options decide has a property `writes_text`.
+    """
+    if not hasattr(spec.model_class, "decode"):
+        return False
+    return bool(getattr(spec.abstract_model, "writes_text", True))
+
+
 def text_generator(
     spec: ModelSpec, built: TrainStep, *, compute: str
 ) -> TokenGenerator | None:
-    """Makes the generator of a run's model, or None if the model has no `decode`.
+    """Makes the generator of a run's model, or None if the model writes no text.
 
     Args:
       spec: the model.
       built: the run's step, for its mesh and its sharding rules.
       compute: precision.compute of the run.
     """
-    if not hasattr(spec.model_class, "decode"):
+    if not writes_text(spec):
         return None
     return TokenGenerator(spec, built.mesh, built.rules, compute=compute)
 

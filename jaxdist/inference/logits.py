@@ -49,6 +49,11 @@ class LogitsFunction:
         self._mesh = mesh
         self._rules = rules
         self._longest = longest_text(spec)
+        # None: a logit for each token of the vocabulary
+        self._vocab_size: int | None = None
+        model = spec.abstract_model
+        if not getattr(model, "writes_text", True):
+            self._vocab_size = model.config.vocab_size
 
         def run(
             weights: Weights, batch: Mapping[str, jax.Array], rows: int
@@ -159,7 +164,7 @@ class LogitsFunction:
                 f"logits: {self._name}.forward returned {list(output.shape)}; required "
                 f"[B, S, V] with B={rows} and S={required}"
             )
-        return int(output.shape[2])
+        return self._vocab_size or int(output.shape[2])
 
 
 def _range_faults(name: str, x: np.ndarray, size: int) -> Iterator[str]:

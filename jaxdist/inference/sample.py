@@ -40,6 +40,8 @@ class Sample(Callback):
         compute = run.config.precision.compute
         generate = text_generator(run.spec, run.built, compute=compute)
         if generate is None:
+            if train.sample_tokens != "auto":
+                run.note("no sample: the model writes no text")
             return
         try:
             prompt = _prompt(run, run.dataset, tokenizer)

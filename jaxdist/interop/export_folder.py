@@ -114,6 +114,7 @@ def _write(
     shapes, read = lora.unadapted(
         source.spec.abstract_model, weights.shapes, weights.read
     )
+    scores = source.model_options["head"] == "score"
     if options.adapters:
         dtype = "float32"
         num_bytes = _write_adapters(source, target, family, weights, shapes)
@@ -121,6 +122,8 @@ def _write(
     else:
         dtype = options.dtype or source.params_dtype
         fields |= _write_tokenizer(source, target)
+        if scores and fields["pad_token_id"] is None:
+            fields["pad_token_id"] = _padding(source, fields)
         num_bytes = hf_writer.export(
             target,
             family,
@@ -132,7 +135,7 @@ def _write(
         )
         contents = " as"
     return (
-        f"step {weights.step}{contents} {family.architecture}, "
+        f"step {weights.step}{contents} {fields['architectures'][0]}, "
         f"{num_bytes:,} bytes of {dtype}"
     )
 
@@ -157,6 +160,16 @@ def _write_adapters(
     return peft.write(
         target, family, source.lora, factors, shapes, base=source.base_model
     )
+
+
+def _padding(source: Source, fields: Mapping[str, Any]) -> int:
+    """Chooses the id that pads texts of a reward model without one.
+
+    transformers reads the score at the last token that is no padding. So it is the
+    lowest id that ends no text.
+    """
+    ends = {fields["eos_token_id"], *tokenizer_config.read(source.workdir).end_ids}
+    return min(token for token in range(len(ends) + 1) if token not in ends)
 
 
 def _write_tokenizer(source: Source, target: Path) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from jaxdist.interop import config_rules as rule
 from jaxdist.interop import expert_rules
 from jaxdist.interop.rotary_rules import gemma_rotary, rotary
 
+CLASSIFIER = "ForSequenceClassification"  # end of the names of architectures
+SCORE = "score.weight"  # tensor of such an architecture's head
 _BLOCKS = "blocks/"  # first part of the paths of stacked parameters in the tables
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of parameters by path
 # one line of a table: the part that a tensor holds, or the axis that joins several
@@ -139,6 +141,19 @@ class Family:
     ignored: str = r"rotary_emb\.inv_freq$"  # regex of tensors that are no parameters
     # other tables that a folder may follow; names that only one has identify it
     other_forms: tuple[tuple[Stored, ...], ...] = ()
+    # whether transformers has a class for sequence classification, for reward models
+    scores: bool = True
+
+    def architecture_for(self, head: str) -> str:
+        """Names the class of a model with this `model.head`; "" if there is none."""
+        if head == "language":
+            return self.architecture
+        if not self.scores:
+            return ""
+        stem = re.sub("ForCausalLM$|LMHeadModel$", "", self.architecture)
+        if self.model_type.endswith("_text"):
+            stem += "Text"
+        return stem + CLASSIFIER
 
     def present(self, shapes: Shapes) -> list[Stored]:
         """Lists the tensors of a model with these parameters, per stack of layers."""
@@ -210,6 +225,7 @@ _EDGES: dict[str, _Line] = {
     "model.embed_tokens.weight": "embedding VD -> V D",
     "model.norm.weight": "final_norm/scale D -> D",
     "lm_head.weight": "output DV -> V D",
+    SCORE: "score DO -> O D",
 }
 _L = "model.layers.{}."
 _ATTENTION: dict[str, _Line] = {
@@ -336,6 +352,7 @@ _GPT2: dict[str, _Line] = {
     "transformer.ln_f.weight": "final_norm/scale D -> D",
     "transformer.ln_f.bias": "final_norm/bias D -> D",
     "lm_head.weight": "output DV -> V D",
+    SCORE: "score DO -> O D",
 }
 
 # --- families -------------------------------------------------------------------------
@@ -536,6 +553,7 @@ _FAMILIES = (
         ),
         _table(_SPARSE | _qk_norms("HN", "KN")),
         other_forms=(_table(_MERGED | _qk_norms("HN", "KN")),),
+        scores=False,
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxdist.config import ConfigError, schema, suggest
 from jaxdist.interop.config_rules import Source, shortest_period, spread
 from jaxdist.interop.expert_rules import kinds_of, pattern_of
-from jaxdist.interop.families import FAMILIES, LLAMA, Family
+from jaxdist.interop.families import CLASSIFIER, FAMILIES, LLAMA, Family
 from jaxdist.models import rotary
 from jaxdist.models.model_values import DEFAULTS, STRETCH, TRAINING, differing_values
 from jaxdist.models.transformer_config import TransformerConfig
@@ -42,6 +42,12 @@ _CARRIED = re.compile(
     "(bos|eos|pad)_token_id|max_position_embeddings|initializer_range|.*dropout|.*_pdrop|"
     "router_(aux_loss_coef|jitter_noise)"
 )
+# Fields of a reward model, whose score is its only label.
+_ONE_LABEL: dict[str, Any] = {
+    "num_labels": 1,
+    "id2label": {"0": "LABEL_0"},
+    "label2id": {"LABEL_0": 0},
+}
 # Families whose config and tensors have Llama's names, but which compute other logits.
 _UNLIKE_LLAMA = {
     "gemma": "its norms scale by 1 + weight, and its embeddings by the root of their size"
@@ -109,6 +115,9 @@ def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
     for rule in family.rules:
         values |= rule.read(source, values)
     faults = source.close(harmless=_is_harmless)
+    if is_classifier(config):
+        values["head"] = "score"
+        faults += _label_faults(config)
     if not isinstance(kind, str | None):
         faults.append(f"model_type={kind!r}: a name is required")
     if not is_known:
@@ -129,6 +138,23 @@ def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
     if faults:
         raise ConfigError(f"{CONFIG}: {fault}" for fault in faults)
     return family, canonical_values(values)
+
+
+def is_classifier(config: Mapping[str, Any]) -> bool:
+    """Checks whether a config.json is that of a model for sequence classification."""
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list):
+        return False
+    return any(str(name).endswith(CLASSIFIER) for name in architectures)
+
+
+def _label_faults(config: Mapping[str, Any]) -> list[str]:
+    """Checks that a classifier has one label, as a reward model."""
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 1)
+    if count == 1:
+        return []
+    return [f"num_labels={count!r}: not supported; a reward model has 1"]
 
 
 def _is_harmless(key: str, value: Any) -> bool:
@@ -169,10 +195,13 @@ def fields_of(
     for family in sorted(
         FAMILIES.values(), key=lambda f: f.model_type != origin.get("model_type")
     ):
+        architecture = family.architecture_for(expected["head"])
         fields = carried | {
-            "architectures": [family.architecture],
+            "architectures": [architecture or family.architecture],
             "model_type": family.model_type,
         }
+        if expected["head"] == "score":
+            fields |= _ONE_LABEL
         for rule in family.rules:
             fields |= rule.write(expected)
         try:
@@ -180,7 +209,15 @@ def fields_of(
         except ConfigError as error:
             misfits.append(_Misfit(family, is_valid=False, faults=error.faults))
             continue
+        if not architecture:
+            written_values.pop("head")
         faults = tuple(differing_values(expected, written_values))
+        if not faults and not architecture:
+            raise ConfigError(
+                f"model.head={expected['head']}: transformers has no class of "
+                f"{family.model_type} for sequence classification. Read the "
+                f"scores with jaxdist.load_run(WORKDIR).logits(ids)"
+            )
         if not faults:
             return family, fields
         misfits.append(_Misfit(family, is_valid=True, faults=faults))

@@ -18,10 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.interop.families import Family, Shapes, Stored, TensorPart
+from jaxdist.interop.families import SCORE, Family, Shapes, Stored, TensorPart
 from jaxdist.interop.hf_config import canonical_values, derive, read_config
 from jaxdist.interop.tensor_files import all_finite, open_tensors
-from jaxdist.models.model_values import differing_values, without_stretch
+from jaxdist.models.model_values import (
+    differing_values,
+    gets_new_head,
+    without_changes,
+)
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -41,7 +45,8 @@ def open_weights(
     Args:
       folder: the Hugging Face folder.
       values: the model's config, as fields of TransformerConfig.
-      shapes: the shapes of the model's parameters, by path.
+      shapes: the shapes of the model's parameters, by path. A score that a folder of a
+        language model lacks is left out.
 
     Raises:
       ConfigError: the folder holds another model, or its files are incomplete.
@@ -49,13 +54,15 @@ def open_weights(
     family, folder_values = derive(read_config(folder))
     model_values = canonical_values(values)
     faults = differing_values(
-        model_values, without_stretch(folder_values, model_values)
+        model_values, without_changes(folder_values, model_values)
     )
     if faults:
         raise ConfigError(
             f"{folder} holds another model than the config: {fault}" for fault in faults
         )
     tensors = Tensors(folder, family)
+    if gets_new_head(model_values, folder_values):
+        tensors.absent = frozenset({SCORE})
     tensors.check(shapes)
     return tensors
 
@@ -74,6 +81,8 @@ class Tensors:
     def __init__(self, folder: Path | str, family: Family) -> None:
         self.folder = Path(folder)
         self.bytes_read = 0
+        # tensors that the folder need not have: their parameters are not read
+        self.absent: frozenset[str] = frozenset()
         self._handles: dict[str, Any] = {}  # slices of a tensor, by the table's name
         self._not_finite: set[str] = set()  # names of tensors with NaN or infinity
         faults: list[str] = []
@@ -139,6 +148,8 @@ class Tensors:
             unsupported dtype; or the family has no tensor for a parameter.
         """
         expected = stored_shapes(self.family, shapes)
+        for name in self.absent:
+            expected.pop(name, None)
         faults = unmapped(self.family, shapes)
         faults += _listed("missing tensors", expected.keys() - self._handles.keys())
         has_tied_head = "embedding" in shapes and "output" not in shapes
@@ -188,6 +199,8 @@ class Tensors:
         parameters = {}
         self._not_finite.clear()
         for stored in self.family.present(shapes):
+            if stored.name in self.absent:
+                continue
             for part in stored.parts:
                 offset = stored.offset(part, shapes)
                 x = abstract[part.path]

@@ -20,6 +20,12 @@ from jaxdist.step.state import NO_OPT_STATE, State
 # largest batch.sequence_length of a converted workdir, and its value if the model has
 # no limit
 MAX_SEQUENCE_LENGTH = 1024
+# keys of a reward model's run
+_REWARD = {
+    "objective.name": "reward",
+    "data.format": "preferences",
+    "data.packing": "documents",
+}
 _BYTE_VOCABULARY = 256  # vocab_size of a model whose tokens are bytes
 
 
@@ -64,6 +70,8 @@ class Folder:
         config["precision.params"] = self.dtype
         config["precision.compute"] = self.dtype
         config["batch.sequence_length"] = min(longest, MAX_SEQUENCE_LENGTH)
+        if values["head"] == "score":
+            config |= _REWARD
         if has_tokenizer or not self._may_read_bytes:
             config["data.tokenizer"] = str(tokenizer)
         return config
@@ -104,7 +112,7 @@ class Folder:
 
     def summary(self, spec: ModelSpec, *, has_tokenizer: bool) -> str:
         """Describes in one line the model that was read."""
-        architecture = self.family.architecture
+        architecture = self.family.architecture_for(self.values["head"])
         text = f"{spec.parameter_count:,} parameters, read as {architecture}"
         kind = self.fields.get("model_type")
         if kind not in FAMILIES:

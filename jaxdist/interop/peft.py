@@ -23,7 +23,7 @@ from jaxdist.config import ConfigError
 from jaxdist.config.patterns import is_whole, pattern_faults
 from jaxdist.interop.families import Family, Shapes, Stored, TensorPart
 from jaxdist.interop.tensor_files import all_finite, open_tensors
-from jaxdist.models.lora import LoraConfig
+from jaxdist.models.lora import LoraConfig, is_factor
 from jaxdist.storage.untrusted import read_json
 
 CONFIG = "adapter_config.json"
@@ -86,7 +86,7 @@ def write(
       family: the base model's architecture.
       config: rank, alpha and dropout of the adapters.
       adapters: A and B of all layers by path, "blocks/attention/query/lora_a"
-        [L, D, rank].
+        [L, D, rank]; and kernels that are trained in full beside them, "score" [D, 1].
       shapes: the shapes of the base model's parameters, by path.
       base: folder of the base model, by which PEFT finds it; "" = unknown.
 
@@ -96,10 +96,20 @@ def write(
     Raises:
       ConfigError: the family has no tensor for a kernel.
     """
-    unmapped = {path.rpartition("/")[0] for path in adapters}
+    in_full = {path: x for path, x in adapters.items() if not is_factor(path)}
+    adapters = {path: x for path, x in adapters.items() if is_factor(path)}
+    unmapped = {path.rpartition("/")[0] for path in adapters} | in_full.keys()
     tensors: dict[str, np.ndarray] = {}
+    saved_modules: list[str] = []  # trained in full
     ranks: dict[str, int] = {}  # of each module's adapters, by the module's name
     for stored in family.present(shapes):
+        path = stored.parts[0].path
+        if path in in_full:
+            unmapped.discard(path)
+            saved_modules.append(stored.name.removesuffix(".weight"))
+            kernel = np.asarray(in_full[path], np.float32)
+            tensors[_PREFIX + stored.name] = np.ascontiguousarray(kernel.T)
+            continue
         parts = [part for part in stored.parts if f"{part.path}/lora_a" in adapters]
         if not parts:
             continue
@@ -118,6 +128,8 @@ def write(
     target.mkdir(parents=True, exist_ok=True)
     save_file(tensors, target / WEIGHTS, {"format": "pt"})
     fields = _config_fields(family, config, ranks, base)
+    if saved_modules:
+        fields |= {"modules_to_save": saved_modules, "task_type": "SEQ_CLS"}
     (target / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     return sum(x.nbytes for x in tensors.values())
 

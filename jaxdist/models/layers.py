@@ -20,7 +20,12 @@ from jaxdist.protocols.model import BlockInfo
 
 
 def normal(
-    rngs: nnx.Rngs, dims: tuple[int, ...], std: float, names: Names
+    rngs: nnx.Rngs,
+    dims: tuple[int, ...],
+    std: float,
+    names: Names,
+    *,
+    beside_adapters: bool = False,
 ) -> nnx.Param[jax.Array]:
     """Creates a float32 parameter ~ N(0, std^2); std 0 gives zeros.
 
@@ -29,8 +34,12 @@ def normal(
       dims: shape of the parameter.
       std: standard deviation.
       names: logical names of the dims.
+      beside_adapters: whether the parameter itself is trained where others have
+        adapters, because no trained model has it.
     """
     value = std * jax.random.normal(rngs.params(), dims) if std else jnp.zeros(dims)
+    if beside_adapters:
+        return nnx.Param(value, logical=names, beside_adapters=True)
     return nnx.Param(value, logical=names)
 
 

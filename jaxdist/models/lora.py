@@ -1,7 +1,9 @@
 """LoRA: low-rank adapters on a frozen model.
 
-A kernel W acts as W + alpha / rank x A B. Only A and B are trained. `adapted` changes
-how a model is built: each matrix becomes a `LoraKernel` in the parameter's place.
+A kernel W acts as W + alpha / rank x A B. Only A and B are trained, and parameters that
+no trained model has (`beside_adapters`), such as the head of a reward model. `adapted`
+changes how a model is built: each matrix becomes a `LoraKernel` in the parameter's
+place.
 
 Layers that multiply with `ops.matmul.project` (all of jaxdist do) compute
 x W + alpha / rank x (x A) B, without a changed copy of W. A quantised W (QLoRA) is
@@ -250,6 +252,8 @@ def shape_of(path: str, kernel: nnx.Param[jax.Array]) -> Shape | str:
     names = names[len(lead) :]
     rank = len(names) if names else kernel.ndim - in_stack(path)
     is_table = "vocab" in names or "positions" in names
+    if kernel.get_metadata().get("beside_adapters"):
+        return "it is trained in full beside the adapters; leave it out"
     if is_table or (not names and "embed" in path.lower()):
         return "rows of a table are looked up, not multiplied; train it in full, or leave it frozen"
     contract = 2 if names[1:2] == ("head_dim",) else 1
@@ -273,6 +277,8 @@ def adapted(build: Build, config: LoraConfig) -> Build:
 def adapt(model: Any, config: LoraConfig, rngs: nnx.Rngs) -> Any:
     """Adapts the kernels of a model in place and freezes all its parameters.
 
+    Parameters with the mark `beside_adapters` stay as they are: they are trained.
+
     Raises:
       ConfigError: a target is no kernel, a kernel cannot be quantised, or dropout
         cannot be applied.
@@ -288,7 +294,9 @@ def adapt(model: Any, config: LoraConfig, rngs: nnx.Rngs) -> Any:
     if config.dropout:
         _check_dropout(targets, is_staged(model))
     for _, leaf in nnx.iter_graph(model):
-        if isinstance(leaf, nnx.Param):
+        if not isinstance(leaf, nnx.Param):
+            continue
+        if not leaf.get_metadata().get("beside_adapters"):
             leaf.set_metadata(trainable=False)
     for path, (owner, name) in owners.items():
         shape = shapes[path]
@@ -364,6 +372,11 @@ def kernels(model: Any) -> dict[str, LoraKernel]:
         for path, module in nnx.iter_modules(model)
         if isinstance(module, LoraKernel)
     }
+
+
+def is_factor(path: str) -> bool:
+    """Checks whether a path is that of an adapter's A or B."""
+    return path.rpartition(trees.SEPARATOR)[2] in ("lora_a", "lora_b")
 
 
 def unadapted(

@@ -1,7 +1,8 @@
 """Comparison of model configs: the values that two equal models must share.
 
 Weights fit a model if these values are equal. Values that only training reads may
-differ. Rotary positions may differ if a run continues with longer sequences.
+differ. Rotary positions may differ if a run continues with longer sequences, and the
+head if a reward model begins with a language model.
 """
 
 import dataclasses
@@ -61,15 +62,27 @@ def differing_values(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list
     ]
 
 
-def without_stretch(
+def gets_new_head(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Checks whether a model that scores begins with the body of a language model.
+
+    Args:
+      ours: values of the model.
+      theirs: values of the model that the weights belong to.
+    """
+    return ours.get("head") == "score" and theirs.get("head", "language") == "language"
+
+
+def without_changes(
     theirs: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Drops from `theirs` the values of rotary positions that `ours` may change.
+    """Drops from `theirs` the values that `ours` may change: rotary positions, the head.
 
     A base or a factor at its default in `ours` was forgotten, not changed. It stays, so
     that it is compared.
     """
     changeable = set(POSITIONS)
+    if gets_new_head(ours, theirs):
+        changeable.add("head")
     for name in ("rope_theta", "rope_factor"):
         if ours.get(name) == DEFAULTS[name]:
             changeable.remove(name)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxdist.config import ConfigError
 from jaxdist.models import layers
 from jaxdist.models.block import Block
 from jaxdist.models.cache import Cache, LayerCache
@@ -70,7 +71,15 @@ class Transformer(nnx.Module):
             c, range(first, c.num_layers), group=c.group_layers, rngs=rngs
         )
         self.final_norm = layers.Norm(c.d_model, kind=c.norm, eps=c.norm_eps)
-        if not c.tie_embeddings:
+        if c.head == "score":
+            self.score = layers.normal(
+                rngs,
+                (c.d_model, 1),
+                c.init_std,
+                ("d_model", "score"),
+                beside_adapters=True,
+            )
+        elif not c.tie_embeddings:
             self.output = layers.normal(
                 rngs, (c.d_model, c.vocab_size), c.init_std, ("d_model", "vocab")
             )
@@ -125,7 +134,16 @@ class Transformer(nnx.Module):
         return layers.residual(x)
 
     def head(self, x_BSD: jax.Array, batch: Batch) -> Loss:
-        """Computes the next-token loss from the last block's output."""
+        """Computes the next-token loss from the last block's output.
+
+        Raises:
+          ConfigError: the model scores tokens, and does not predict them.
+        """
+        if not self.writes_text:
+            raise ConfigError(
+                "model.head=score predicts no tokens, so it has no next-token loss; "
+                "set objective.name=reward"
+            )
         z_loss = self.config.z_loss
         total, z_sum = cross_entropy(
             shard(self.final_norm(x_BSD), "batch", "sequence", None),
@@ -157,8 +175,11 @@ class Transformer(nnx.Module):
 
         Returns:
           Arrays [B, S] in float32. `log_probability` is the target's log-probability.
-          `log_normalizer` is the log of the sum of exponentials of all logits.
+          `log_normalizer` is the log of the sum of exponentials of all logits. With
+          model.head=score there is only `score`, the score of the input.
         """
+        if not self.writes_text:
+            return {"score": self.logits(x_BSD)[..., 0]}
         log_probability, log_normalizer = target_scores(
             shard(self.final_norm(x_BSD), "batch", "sequence", None),
             self._head_kernel,
@@ -173,9 +194,20 @@ class Transformer(nnx.Module):
         return [f"model.z_loss={z_loss}"] if z_loss else []
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
-        """Computes float32 logits [B, S, V] from the last block's output."""
+        """Computes float32 logits [B, S, V] from the last block's output.
+
+        With model.head=score these are the scores, [B, S, 1].
+        """
         c = self.config
         x = self.final_norm(x_BSD)
+        if not self.writes_text:
+            scores = jnp.einsum(
+                "bsd,do->bso",
+                x,
+                self.score[...].astype(x.dtype),
+                preferred_element_type=jnp.float32,
+            )
+            return shard(scores, "batch", "sequence", None)
         kernel = self.embedding[...].T if c.tie_embeddings else self.output[...]
         logits = jnp.einsum(
             "bsd,dv->bsv", x, kernel.astype(x.dtype), preferred_element_type=jnp.float32
@@ -183,11 +215,16 @@ class Transformer(nnx.Module):
         return shard(soft_capped(logits, c.logit_softcap), "batch", "sequence", "vocab")
 
     def forward(self, batch: Batch) -> jax.Array:
-        """Computes float32 logits [B, S, V] of a whole batch."""
+        """Computes float32 logits [B, S, V] of a whole batch; see `logits`."""
         x = embedded(self, batch, None)
         fields = shared_fields(self, batch)
         output = run_blocks(self.blocks, x, None, fields, first=layers_before(self))
         return self.logits(output.x)
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether the model predicts tokens; with model.head=score it does not."""
+        return self.config.head == "language"
 
     @property
     def max_length(self) -> int | None:

@@ -7,7 +7,7 @@ file has the options of the whole model: embedding, head, and the kind of each l
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Len
 
@@ -24,7 +24,7 @@ from jaxdist.models.channels import CHANNELS, ChannelKind
 from jaxdist.models.experts import ExpertsConfig
 from jaxdist.models.mixers import MIXERS, MixerKind
 from jaxdist.models.parts import Part
-from jaxdist.ops.costs import Cost, model_flops
+from jaxdist.ops.costs import Cost, Product, model_flops
 from jaxdist.ops.cross_entropy import cross_entropy_cost
 from jaxdist.telemetry.flops import Convention
 
@@ -49,6 +49,9 @@ class TransformerConfig(ExpertsConfig, AttentionConfig):
     # factor of the embeddings, rounded to their dtype (Gemma: sqrt d_model)
     embedding_scale: PositiveFloat = 1.0
     tie_embeddings: bool = False  # the head is the embedding table
+    # output of the model: language = scores of the next token; score = one number for
+    # each token, without a head of the vocabulary (objective.name=reward)
+    head: Literal["language", "score"] = "language"
     # weight of log(Z)^2, e.g. 1e-4
     z_loss: Annotated[NonNegativeFloat, TrainingOnly()] = 0.0
     logit_softcap: NonNegativeFloat = 0.0  # logits = cap * tanh(logits / cap); 0 = none
@@ -135,6 +138,9 @@ class TransformerConfig(ExpertsConfig, AttentionConfig):
         return [kind for kind, candidate in parts if candidate is part]
 
     def _head_cost(self) -> Cost:
+        if self.head == "score":
+            products = (Product(self.d_model, 1),)
+            return Cost(name="score", products=products, in_blocks=False)
         edits: tuple[tuple[str, str], ...] = ()
         if self.loss_chunk == 0 or self.loss_chunk > _SMALL_CHUNK:
             override = f"model.loss_chunk={_SMALL_CHUNK}"

@@ -14,13 +14,15 @@ from jaxdist.objectives.pairs import (
     ReferenceForm,
     SimplePreference,
 )
+from jaxdist.objectives.reward import BradleyTerry
 from jaxdist.protocols.objective import Objective
 
-ObjectiveName = Literal["next_token", "dpo", "orpo", "simpo"]
-PAIR_OBJECTIVES = ("dpo", "orpo", "simpo")  # those whose samples are pairs of answers
+ObjectiveName = Literal["next_token", "dpo", "orpo", "simpo", "reward"]
+# those whose samples are pairs of answers
+PAIR_OBJECTIVES = ("dpo", "orpo", "simpo", "reward")
 
 _DPO = ReadWith("objective.name", ("dpo",))
-_PAIRS = ReadWith("objective.name", PAIR_OBJECTIVES)
+_BETA = ReadWith("objective.name", ("dpo", "orpo", "simpo"))
 _SIMPO = ReadWith("objective.name", ("simpo",))
 _ROBUST = ReadWith("objective.loss", ("robust",))
 _FORMS: dict[str, ReferenceForm] = {
@@ -35,13 +37,14 @@ class ObjectiveConfig:
     """What a model is trained for, and the options of its loss."""
 
     # next_token = the loss of the model itself; dpo, orpo and simpo learn from pairs of
-    # a chosen and a rejected answer (data.format=preferences)
+    # a chosen and a rejected answer (data.format=preferences); reward = a reward model,
+    # which scores answers (the same data, and model.head=score)
     name: ObjectiveName = "next_token"
     # dpo: loss of a pair
     loss: Annotated[LossName, _DPO] = "sigmoid"
     # dpo: strength of the pull towards the reference; orpo: factor of the odds ratio;
     # simpo: factor of the reward, usually 2
-    beta: Annotated[PositiveFloat, _PAIRS] = 0.1
+    beta: Annotated[PositiveFloat, _BETA] = 0.1
     # share of pairs whose labels are taken to be wrong
     label_smoothing: Annotated[float, Interval(gt=0, lt=0.5), _DPO, _ROBUST] = 0.1
     # dpo: factor of the mean cross-entropy of the chosen answers, as a further term
@@ -61,6 +64,11 @@ class ObjectiveConfig:
     def has_pairs(self) -> bool:
         """Whether samples are pairs of answers."""
         return self.name in PAIR_OBJECTIVES
+
+    @property
+    def reads_scores(self) -> bool:
+        """Whether the model scores answers at their last tokens."""
+        return self.name == "reward"
 
     def build(self, *, new_adapters: bool) -> Objective | None:
         """Makes the objective; None for the loss of the model itself.
@@ -85,11 +93,17 @@ class ObjectiveConfig:
             return OddsRatio(beta=self.beta)
         if self.name == "simpo":
             return SimplePreference(beta=self.beta, margin=self.margin)
+        if self.name == "reward":
+            return BradleyTerry()
         return None
 
 
 def objective_faults(
-    config: ObjectiveConfig, *, data_format: str, has_adapters: bool
+    config: ObjectiveConfig,
+    *,
+    data_format: str,
+    has_adapters: bool,
+    head: str | None = None,
 ) -> Iterator[str]:
     """Yields contradictions between an objective, the data and the model.
 
@@ -97,6 +111,7 @@ def objective_faults(
       config: settings of the objective.
       data_format: `data.format`.
       has_adapters: whether the model has adapters.
+      head: `model.head`; None = the model has no such option.
     """
     has_pairs = data_format == "preferences"
     if config.has_pairs and not has_pairs:
@@ -108,6 +123,17 @@ def objective_faults(
         yield (
             f"data.format=preferences has pairs of answers, and objective.name="
             f"{config.name} learns from texts; set objective.name=dpo, or data.format=chat"
+        )
+    if config.reads_scores and head not in (None, "score"):
+        yield (
+            f"objective.name=reward trains a score of each answer, and model.head={head} "
+            f"predicts tokens; set model.head=score"
+        )
+    if head == "score" and not config.reads_scores:
+        yield (
+            f"model.head=score predicts no tokens, and objective.name={config.name} "
+            f"learns from their probabilities; set objective.name=reward, or "
+            f"model.head=language"
         )
     if config.name != "dpo":
         return

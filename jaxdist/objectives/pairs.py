@@ -104,28 +104,36 @@ class PairObjective(TokenObjective):
 
     def sample_loss(self, terms: Terms, sample: Batch) -> Loss:
         """Sums the losses of a row's pairs, and what metrics report of them."""
-        pairs = pairs_of(terms, sample)
+        pairs = self.row_pairs(terms, sample)
 
         def total(values: jax.Array) -> jax.Array:
             return jnp.where(pairs.exist, values, 0).sum()
 
         rewards = self.rewards(pairs)
-        log_p = self.log_probabilities(pairs)
         margins = rewards.chosen - rewards.rejected
         metrics = {
             "rewards/chosen": total(rewards.chosen),
             "rewards/rejected": total(rewards.rejected),
             "rewards/margins": total(margins),
             "rewards/accuracies": total((margins > 0).astype(jnp.float32)),
-            "logps/chosen": total(log_p.chosen),
-            "logps/rejected": total(log_p.rejected),
         }
+        for name, values in self.further_metrics(pairs).items():
+            metrics[name] = total(values)
         return Loss(
             total(self.pair_losses(pairs)),
             pairs.exist.sum().astype(jnp.float32),
             aux=self.aux_terms(terms, sample),
             metrics=metrics,
         )
+
+    def row_pairs(self, terms: Terms, sample: Batch) -> Pairs:
+        """Sums what the policy gives a row's pairs."""
+        return pairs_of(terms, sample)
+
+    def further_metrics(self, pairs: Pairs) -> dict[str, jax.Array]:
+        """Computes metrics of each pair beside the rewards, [P] each."""
+        log_p = self.log_probabilities(pairs)
+        return {"logps/chosen": log_p.chosen, "logps/rejected": log_p.rejected}
 
     def aux_terms(self, terms: Terms, sample: Batch) -> dict[str, jax.Array]:
         """Computes further terms of a row, sums over the targets of `aux_targets`."""

@@ -9,13 +9,13 @@ import jax
 import optax
 
 from jaxdist.optim.config import OptimizerConfig
-from jaxdist.protocols.dim_names import STACKED, STACKS, Names
+from jaxdist.protocols.dim_names import OUTPUTS, STACKED, STACKS, Names
 
 # leading dims with these names count separate parameters
 _STACK_NAMES = frozenset({"experts", *STACKS})
 # dims that form one dim with a head_dim after them
 _HEAD_NAMES = frozenset({"heads", "kv_heads"})
-_TABLE_NAMES = frozenset({"vocab", "positions"})
+_TABLE_NAMES = frozenset({"positions", *OUTPUTS})
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ def role_of(path: Sequence[str], shape: Sequence[int], names: Names | None) -> R
     heads with head_dim count as one dim.
 
     - With fewer than two dims left it is a vector (norm scale, bias).
-    - With vocab or positions it is an embedding, or a head if vocab is the last dim.
+    - With vocab or positions it is an embedding, or a head if its last dim is an output
+      of the model: vocab, score.
     - Everything else is a matrix from all other dims to the last one, since kernels are
       stored with inputs first.
 
@@ -84,7 +85,7 @@ def _role_from_names(names: tuple[str | None, ...]) -> Role:
     if dims + output < 1:
         return Role("vector", dims)
     if _TABLE_NAMES & set(names):
-        return Role("head" if names[-1] == "vocab" else "embedding", dims)
+        return Role("head" if names[-1] in OUTPUTS else "embedding", dims)
     return Role("matrix", dims, tuple(range(-dims, output)), tuple(range(output, 0)))
 
 

@@ -21,7 +21,10 @@ STACKED = ("first_blocks", "blocks")
 
 FSDP_NAME = "d_model"  # the dim that fsdp prefers to shard
 
-DIM_NAMES = (*PARAMETER_AXES, FSDP_NAME, "head_dim", "layers", "positions")
+# dims that are outputs of the whole model, last in the kernel of a head
+OUTPUTS = ("vocab", "score")
+
+DIM_NAMES = (*PARAMETER_AXES, FSDP_NAME, "head_dim", "layers", "positions", "score")
 
 
 def has_experts(names: Names) -> bool:

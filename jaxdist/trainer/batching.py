@@ -42,6 +42,7 @@ def open_data(
         log=log,
         stride=stride,
         summary=summary,
+        scored=config.objective.reads_scores,
     )
 
 

@@ -71,6 +71,7 @@ def model_faults(config: RunConfig) -> list[str]:
         config.objective,
         data_format=config.data.format,
         has_adapters=config.lora.rank > 0,
+        head=config.model.get("head"),
     )
     return [*faults, *_size_faults(config)]
 

@@ -24,7 +24,8 @@ from jaxdist.models.model_values import (
     POSITIONS,
     differing_values,
     for_logits,
-    without_stretch,
+    gets_new_head,
+    without_changes,
 )
 from jaxdist.step.state import State
 from jaxdist.trainer import fine_tuning, source_run
@@ -43,6 +44,9 @@ _SHOWN = 12  # faults of a kind that an error lists
 _FLOATS = ("float64", "float32", "bfloat16", "float16")  # convertible into each other
 _LORA = ("rank", "alpha", "base")  # options of lora that adapters depend on
 _ADAPTER = f"{trees.SEPARATOR}lora_a"  # end of the path of an adapter's first factor
+# paths of the heads of jaxdist's transformer, by model.head
+_SCORE = "score"
+_LANGUAGE_HEAD = "output"
 _LOSS_SCALE = "opt_state/loss_scale/"  # prefix of the names of the loss scale
 
 
@@ -284,6 +288,14 @@ def _match(target: Target, source: SourceRun, info: StepInfo) -> Match:
     wanted = parameters | trees.flatten_names(abstract.model_state)
 
     stored_config = source.config_of(info.metadata)
+    new_head = gets_new_head(config.model_options, stored_config["model"])
+    if new_head:  # it is random
+        wanted.pop(_SCORE, None)
+        stored_names = {
+            path: name
+            for path, name in stored_names.items()
+            if path.partition(trees.SEPARATOR)[0] != _LANGUAGE_HEAD
+        }
     faults = _model_faults(config, stored_config)
     if source_has_adapters and not has_adapters:
         faults.append(_merge_fault(source, stored_config))
@@ -309,6 +321,8 @@ def _match(target: Target, source: SourceRun, info: StepInfo) -> Match:
         summary = "the weights and the optimizer's state"
     elif has_average:
         summary = "the moving average of the weights"
+    if new_head:
+        summary += ", a random score"
     return Match(
         names=names,
         arrays=arrays,
@@ -357,7 +371,7 @@ def _model_faults(config: RunConfig, stored: Mapping[str, Any]) -> list[str]:
     if model.get("target", target) != target or target == registry.USER_TARGET:
         return []
     values = for_logits(config.model_options)
-    return differing_values(values, without_stretch(model, values))
+    return differing_values(values, without_changes(model, values))
 
 
 def _stretched(config: RunConfig, stored: Mapping[str, Any]) -> str:

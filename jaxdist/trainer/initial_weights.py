@@ -18,7 +18,12 @@ from jaxdist.config import ConfigError, schema, trees
 from jaxdist.config.annotations import NamesWeights
 from jaxdist.data import tokenizer_config
 from jaxdist.distributed import consistency
-from jaxdist.models.model_values import POSITIONS, differing_values, for_logits
+from jaxdist.models.model_values import (
+    POSITIONS,
+    differing_values,
+    for_logits,
+    gets_new_head,
+)
 from jaxdist.step.first_state import MODULES
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
@@ -86,7 +91,7 @@ def apply_config(
       config: the config to change.
       sources: the sources that `chosen_sources` found for it.
       set_keys: keys that the user has set. Their values stay and must agree with the
-        weights. Only values that stretch rotary positions may differ.
+        weights. Only values that stretch rotary positions may differ, and a new head.
       before: the config of the run to resume. Its values stand for those of the source,
         which is not read again. Default: the run is new.
 
@@ -107,7 +112,7 @@ def apply_config(
         for name, value in schema.flatten(config.model).items()
         if f"model.{name}" in set_keys
     }
-    stretched: dict[str, object] = {}
+    changed: dict[str, object] = {}
     if before is not None and named_place(before, source.key) == place:
         trained_with = schema.flatten(schema.to_config_dict(before))
         implied = ImpliedConfig(
@@ -115,13 +120,15 @@ def apply_config(
         )
     else:
         implied = source.config_of(config, set_keys)
-        # A new run may learn longer sequences.
-        stretched = {
+        # A new run may learn longer sequences, or to score.
+        changed = {
             name: value
             for name, value in user_values.items()
             if name in POSITIONS and name in implied.model
         }
-    model_values = implied.model | stretched
+        if gets_new_head(user_values, implied.model):
+            changed["head"] = user_values["head"]
+    model_values = implied.model | changed
     faults = differing_values(user_values, model_values)
     if faults:
         raise ConfigError(

@@ -140,6 +140,7 @@ def _frozen_flops(config: RunConfig, spec: ModelSpec) -> float:
         x, names = spec.named_frozen()[path]
         kind = role_of(path.split("/"), x.shape, names).kind
         is_tied = bool(config.model.get("tie_embeddings"))
+        is_tied = is_tied and config.model.get("head") != "score"
         is_head = kind == "embedding" and names[:1] == ("vocab",) and is_tied
         if kind in ("matrix", "head") or is_head:
             saved += 2 * count * active_share(config, names)
@@ -147,7 +148,8 @@ def _frozen_flops(config: RunConfig, spec: ModelSpec) -> float:
         return saved
     adapters: float = sum(
         6 * x.size * active_share(config, names)
-        for x, names in spec.named_trainable().values()
+        for path, (x, names) in spec.named_trainable().items()
+        if lora.is_factor(path)
     )
     return saved - adapters
 

@@ -26,6 +26,7 @@ from jaxdist.parallel.pipeline.schedules.table import Schedule, build_schedule
 from jaxdist.parallel.sharding import Rules, axes_in
 from jaxdist.protocols.model import Batch, embedded
 from jaxdist.protocols.model_spec import Tree
+from jaxdist.protocols.objective import TokenObjective
 from jaxdist.telemetry.flops import jaxpr_flops
 from jaxdist.trainer.compose import Composition, batch_shapes, targets_per_sample
 from jaxdist.trainer.model_flops import policy_flops
@@ -126,7 +127,10 @@ def _forward_and_backward(
             trainable: Tree, model_state: Tree, frozen: Tree, batch: Batch
         ) -> Any:
             model = spec.assemble(trainable, model_state, frozen)
-            return model.head(embed(model, batch), batch)
+            x = embed(model, batch)
+            if isinstance(spec.objective, TokenObjective):
+                return model.token_terms(x, batch)
+            return model.head(x, batch)
 
         counted = jaxpr_flops(
             jax.make_jaxpr(edges)(spec.trainable, spec.model_state, spec.frozen, batch)

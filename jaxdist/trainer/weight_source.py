@@ -94,8 +94,9 @@ class Target:
 
     @functools.cached_property
     def adapters(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Describes the trained parameters by path: the adapters of a run with LoRA."""
-        return trees.flatten_names(self.abstract.trainable)
+        """Describes A and B of a run with LoRA by path."""
+        trainable = trees.flatten_names(self.abstract.trainable)
+        return {path: x for path, x in trainable.items() if lora.is_factor(path)}
 
     @functools.cached_property
     def _kernels(self) -> dict[str, lora.LoraKernel]:

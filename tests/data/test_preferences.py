@@ -666,3 +666,83 @@ def test_each_format_is_a_choice_of_the_config():
     assert set(RECORD_FORMATS) == {"text", "chat", "preferences"}
     for name in RECORD_FORMATS:
         assert RECORD_FORMATS[name].name == name
+
+
+# --- Halves that are scored at their last token ---------------------------------------
+
+
+def scored(options: DataConfig, lines: list[str] | None = None, length: int = LENGTH_S):
+    log = (lines if lines is not None else []).append
+    return open_dataset(options, sequence_length=length, log=log, scored=True)
+
+
+def inputs_of(batch):
+    """Returns the inputs of all halves, with their weights."""
+    return sorted(
+        (
+            tuple(batch["tokens"][row][at].tolist()),
+            tuple(batch["weights"][row][at].astype(int).tolist()),
+        )
+        for row, segments in enumerate(batch["segment_ids"])
+        for segment in range(1, segments.max() + 1)
+        for at in [segments == segment]
+    )
+
+
+def test_a_scored_half_has_all_its_tokens_as_inputs(tmp_path):
+    options = options_of(tmp_path, texts(), validation_share=0)
+    length = 200  # no half is truncated
+    plain = opened(options, length=length)
+    batch = train_rows(scored(options, length=length))
+    wanted = []
+    read = train_rows(plain)
+    for row, segments in enumerate(read["segment_ids"]):
+        for segment in range(1, segments.max() + 1):
+            at = segments == segment
+            last = read["targets"][row][at][-1]
+            weights = read["weights"][row][at].astype(int).tolist()
+            tokens = (*read["tokens"][row][at].tolist(), last)
+            wanted.append((tokens, (*weights, 0)))
+    assert inputs_of(batch) == sorted(wanted)
+    assert batch["weights"].sum() == read["weights"].sum()
+
+
+@pytest.mark.parametrize("truncation", ["keep_start", "keep_end"])
+def test_scored_halves_are_truncated_to_half_a_row_of_inputs(truncation, tmp_path):
+    rows = [
+        {"prompt": "p" * count, "chosen": "cdefghij", "rejected": "klmno"}
+        for count in (3, 12, 15, 16, 30)
+    ]
+    options = options_of(tmp_path, rows, validation_share=0, truncation=truncation)
+    lines = []
+    batch = train_rows(scored(options, lines))
+    found = {bytes(tokens).decode() for tokens, _ in inputs_of(batch)}
+    half = LENGTH_S // 2
+    kept = [3, 12, 15] if truncation == "keep_start" else [3, 12, 15, 16, 30]
+    cut = slice(half) if truncation == "keep_start" else slice(-half, None)
+    assert found == {
+        ("p" * count + answer)[cut]
+        for count in kept
+        for answer in ("cdefghij", "klmno")
+    }
+    (line,) = (line for line in lines if "training pairs" in line)
+    assert f"halves longer than {half} tokens" in line
+    assert f"{5 - len(kept)} pairs dropped" in line
+
+
+def test_scored_and_plain_rows_have_caches_and_fingerprints_of_their_own(tmp_path):
+    options = options_of(tmp_path, texts(), validation_share=0)
+    plain, rewards = opened(options), scored(options)
+    assert plain.fingerprint != rewards.fingerprint
+    cache = tmp_path / "cache"
+    assert len(list(cache.glob("packing-*.npz"))) >= 2
+    before = sorted(cache.iterdir())
+    again = scored(options)
+    assert again.fingerprint == rewards.fingerprint
+    assert sorted(cache.iterdir()) == before
+
+
+def test_texts_are_not_scored(tmp_path):
+    options = DataConfig(source="stdlib", cache_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="set data.format=preferences"):
+        scored(options)

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxdist import interop
-from jaxdist.models.model_values import differing_values, without_stretch
+from jaxdist.models.model_values import differing_values, without_changes
 from jaxdist.models.rotary import rotary_frequencies
 from jaxdist.models.transformer import TransformerConfig
 from jaxdist.step.step_config import StepConfig
@@ -129,13 +129,13 @@ def test_a_tiny_variant_is_stretched_alike(name):
 def test_a_base_or_stretch_that_was_forgotten_is_no_change():
     theirs = {"rope_theta": 1e6, "rope_factor": 4.0, "rope_scaling": "yarn", "d_ff": 48}
     ours = {"rope_theta": 1e4, "rope_factor": 1.0, "rope_scaling": "llama3", "d_ff": 48}
-    told = differing_values(ours, without_stretch(theirs, ours))
+    told = differing_values(ours, without_changes(theirs, ours))
     assert sorted(told) == [
         "model.rope_factor=1.0, there 4.0",
         "model.rope_theta=10000.0, there 1000000.0",
     ]
     chosen = ours | {"rope_theta": 5e6, "rope_factor": 16.0}
-    assert differing_values(chosen, without_stretch(theirs, chosen)) == []
+    assert differing_values(chosen, without_changes(theirs, chosen)) == []
 
 
 @pytest.mark.slow
