@@ -208,6 +208,7 @@ def _as_text(result: HeldOut, *, has_pairs: bool) -> str:
 
 
 def _score_of_targets(result: HeldOut) -> str:
+    assert result.perplexity is not None  # pairs are told apart before
     bits = "unknown"
     if result.bits_per_byte is not None:
         bits = f"{result.bits_per_byte:.4f}"

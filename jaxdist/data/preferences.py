@@ -307,7 +307,7 @@ def _log_pairs(
         f"{longer} halves longer than {longest} tokens and cut to their {end} ones, "
         f"{(~halves.is_kept).sum()} pairs dropped without a learned token in a half "
         f"({all_learned.sum() - learned.sum()} learned tokens lost), "
-        f"{_count_equal(store, halves, longest, scored=scored)} kept with halves that became equal"
+        f"{_count_equal(store, halves, scored=scored)} kept with equal halves"
     )
     if not held_out and not halves.is_kept.any():
         raise ConfigError(
@@ -317,13 +317,13 @@ def _log_pairs(
         )
 
 
-def _count_equal(
-    store: TokenStore, halves: _Halves, longest: int, *, scored: bool
-) -> int:
-    """Counts the pairs that are kept and whose halves became equal by truncation."""
-    is_longer = (store.length - scored > longest).reshape(-1, 2).any(1)
+def _count_equal(store: TokenStore, halves: _Halves, *, scored: bool) -> int:
+    """Counts the pairs that are kept and whose halves have equal tokens.
+
+    Truncation may have made them equal, or a template that trims texts.
+    """
     length = halves.pieces.length.reshape(-1, 2)
-    candidates = is_longer & halves.is_kept & (length[:, 0] == length[:, 1])
+    candidates = halves.is_kept & (length[:, 0] == length[:, 1])
     contents = [file.tokens for file in store.files]
     count = 0
     for pair in np.flatnonzero(candidates).tolist():

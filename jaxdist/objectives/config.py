@@ -43,8 +43,8 @@ class ObjectiveConfig:
     # dpo: loss of a pair
     loss: Annotated[LossName, _DPO] = "sigmoid"
     # dpo: strength of the pull towards the reference; orpo: factor of the odds ratio;
-    # simpo: factor of the reward, usually 2
-    beta: Annotated[PositiveFloat, _BETA] = 0.1
+    # simpo: factor of the reward; auto = 2 for simpo, otherwise 0.1
+    beta: Annotated[PositiveFloat | Literal["auto"], _BETA] = "auto"
     # share of pairs whose labels are taken to be wrong
     label_smoothing: Annotated[float, Interval(gt=0, lt=0.5), _DPO, _ROBUST] = 0.1
     # dpo: factor of the mean cross-entropy of the chosen answers, as a further term
@@ -76,6 +76,9 @@ class ObjectiveConfig:
         Args:
           new_adapters: whether the model starts with adapters that change nothing yet.
         """
+        beta = self.beta
+        if beta == "auto":
+            beta = 2.0 if self.name == "simpo" else 0.1
         if self.name == "dpo":
             reference = self.reference
             if reference == "auto":
@@ -84,15 +87,15 @@ class ObjectiveConfig:
             is_robust = self.loss == "robust"
             return DirectPreference(
                 loss=self.loss,
-                beta=self.beta,
+                beta=beta,
                 label_smoothing=self.label_smoothing if is_robust else 0.0,
                 sft_weight=self.sft_weight,
                 reference=_FORMS[reference],
             )
         if self.name == "orpo":
-            return OddsRatio(beta=self.beta)
+            return OddsRatio(beta=beta)
         if self.name == "simpo":
-            return SimplePreference(beta=self.beta, margin=self.margin)
+            return SimplePreference(beta=beta, margin=self.margin)
         if self.name == "reward":
             return BradleyTerry()
         return None

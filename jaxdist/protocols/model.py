@@ -66,6 +66,10 @@ from jaxdist.config import ConfigError
 from jaxdist.protocols.layer_scan import scan_layers
 
 Batch = Mapping[str, jax.Array]
+# metrics of a step that a loss must not report under its own `metrics`
+STEP_METRICS = frozenset(
+    ("loss", "grad_norm", "learning_rate", "tokens", "skipped", "loss_scale")
+)
 
 
 class Loss(NamedTuple):
@@ -570,6 +574,16 @@ def as_loss(value: Any, batch: Batch) -> Loss:
             f"(sum, count[, aux[, stats[, metrics]]]): the scalar sum, how many it sums, a dict of further "
             f"scalar sums of the objective, one of sums for update(self, stats), and one of scalar sums "
             f"that are only reported"
+        )
+    taken = [
+        name
+        for name in sums.metrics
+        if name in STEP_METRICS or name.startswith(("aux/", "stats/"))
+    ]
+    if taken:
+        raise ConfigError(
+            f"the loss reports metrics called {', '.join(taken)}, which a step has; rename "
+            f"them"
         )
     loss: Loss = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), sums)
     return loss

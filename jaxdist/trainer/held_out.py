@@ -23,9 +23,9 @@ class HeldOut(NamedTuple):
     """The scores of a checkpoint on held-out data."""
 
     step: int  # number of updates
-    loss: float  # nats per target
-    tokens: int | float  # sum of the targets' weights
-    perplexity: float  # exp(loss)
+    loss: float  # nats per target; mean over pairs if the run learns from pairs
+    tokens: int | float  # sum of the targets' weights; number of pairs of such a run
+    perplexity: float | None  # exp(loss); None for a loss of pairs
     # loss in bits per byte of text, comparable across tokenizers; None = unknown
     bits_per_byte: float | None
     # UTF-8 bytes of the held-out text per token; None = unknown
@@ -162,7 +162,7 @@ def held_out(
         step=int(state.step),
         loss=result.loss,
         tokens=result.tokens,
-        perplexity=result.perplexity,
+        perplexity=None if config.objective.has_pairs else result.perplexity,
         bits_per_byte=None if per_token is None else result.bits_per_byte(per_token),
         bytes_per_token=per_token,
         metrics=result.metrics,

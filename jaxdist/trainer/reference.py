@@ -9,6 +9,7 @@ runs on the same weights and data. An interrupted pass continues where it was sa
 Letters: P pieces (halves of pairs), G rows of a batch, M halves of a row.
 """
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -29,7 +31,7 @@ from jaxdist.config import ConfigError, trees
 from jaxdist.data.dataset import Dataset
 from jaxdist.data.loader import Placer
 from jaxdist.data.packing import PackedDocuments
-from jaxdist.distributed import coordination
+from jaxdist.distributed import consistency, coordination
 from jaxdist.objectives.pairs import REFERENCE, halves
 from jaxdist.protocols.model import Batch
 from jaxdist.step.state import State
@@ -54,7 +56,7 @@ class Stored(NamedTuple):
     key: str  # hash of the weights, the data and the dtype
     data: str  # fingerprint of the data
     places: np.ndarray  # [P, 4] int64: which piece each value is of
-    values: np.ndarray  # [P] float64; NaN = not computed yet
+    values: np.ndarray  # [P] float32; NaN = not computed yet
 
 
 def needed(config: RunConfig) -> bool:
@@ -66,7 +68,8 @@ def needed(config: RunConfig) -> bool:
 def attach_stored(config: RunConfig, folder: Path, dataset: Dataset) -> None:
     """Adds the field REFERENCE to a run's data, from the file of its workdir.
 
-    It does nothing if the run needs none, or has it already.
+    Every process makes the call, and the first one reads the file. It does nothing if
+    the run needs no such field, or has it already.
 
     Raises:
       ConfigError: the file is missing or damaged, or lacks some answers.
@@ -75,21 +78,33 @@ def attach_stored(config: RunConfig, folder: Path, dataset: Dataset) -> None:
         return
     if all(REFERENCE in samples.piece_fields for samples in _sides(dataset)):
         return
-    stored = _read(folder / FILE)
+    places = _places(dataset)
+    values = np.full(len(places), math.nan, np.float32)
+    with coordination.raise_on_all():
+        if coordination.is_lead():
+            values = _stored_values(folder / FILE, dataset, places)
+    _attach(dataset, _from_lead(values))
+
+
+def _stored_values(file: Path, dataset: Dataset, places: np.ndarray) -> np.ndarray:
+    """Reads the values of all answers, [P]; see `attach_stored`."""
+    stored = _read(file)
     if stored is None:
         raise ConfigError(
-            f"{folder / FILE} is missing or damaged: the run compares answers with its "
-            f"first weights, and cannot compute them again; put the file back"
+            f"{file} is missing or damaged: the run compares answers with its first "
+            f"weights, and cannot compute them again; put the file back"
         )
     if stored.data != dataset.fingerprint:
         raise ConfigError(
-            f"{folder / FILE} belongs to other data than those of data.*; put these back"
+            f"{file} belongs to other data than those of data.*; put these back"
         )
-    if not _attach(dataset, stored):
+    values = _values_at(stored, places)
+    if np.isnan(values).any():
         raise ConfigError(
-            f"{folder / FILE} lacks answers that the data now have; was "
-            f"data.validation_tokens raised? Set it back"
+            f"{file} lacks answers that the data now have; was data.validation_tokens "
+            f"raised? Set it back"
         )
+    return values
 
 
 def settle(
@@ -97,51 +112,59 @@ def settle(
     folder: Path,
     dataset: Dataset,
     built: TrainStep,
-    make_state: Callable[[], State],
+    state: State,
     *,
+    model_class: type,
     say: Callable[[str], None],
     on_batch: Callable[[], None] = lambda: None,
 ) -> None:
     """Computes the field REFERENCE of a new run's data, and stores it in the workdir.
 
-    Every process makes the call. It does nothing if the run needs no such field.
+    Every process makes the call. The first one reads and writes the files, and decides
+    for all which values are known. It does nothing if the run needs no such field.
 
     Args:
       config: the run's config.
       folder: the workdir.
       dataset: the run's data, which receive the field.
       built: the run's step.
-      make_state: makes or gives a state with the weights of the reference.
+      state: a state with the weights of the reference.
+      model_class: the model's class, whose source is a part of the cache's key.
       say: prints a line of progress.
       on_batch: is called as each batch starts.
 
     Raises:
-      ConfigError: a file cannot be written.
+      ConfigError: the file in the workdir cannot be written.
     """
     if not needed(config):
         return
     places = _places(dataset)
-    state = make_state()
-    key = _key(config, dataset, state)
+    key = _key(config, dataset, state, model_class)
     cached = config.data.cache_folder() / f"reference-{key[:16]}.npz"
-    stored = None
-    for file in (folder / FILE, cached):
-        found = _read(file)
-        if found is not None and found.key == key:
-            stored = found
-        if stored is not None and _attach(dataset, stored):
-            break
-    else:
-        values = np.full(len(places), math.nan)
-        if stored is not None and np.array_equal(stored.places, places):
-            values = stored.values.copy()
-        began = Stored(key, dataset.fingerprint, places, values)
-        stored = _compute(
-            config, folder, dataset, built, state, began, say=say, on_batch=on_batch
-        )
-        _attach(dataset, stored)
-        _write(cached, stored)
-    _write(folder / FILE, stored)
+    values = np.full(len(places), math.nan, np.float32)
+    if coordination.is_lead():
+        for file in (cached, folder / FILE):
+            stored = _read(file)
+            if stored is not None and stored.key == key:
+                found = _values_at(stored, places)
+                values = np.where(np.isnan(found), values, found)
+    stored = Stored(key, dataset.fingerprint, places, _from_lead(values))
+    _compute(config, folder, dataset, built, state, stored, say=say, on_batch=on_batch)
+    _attach(dataset, stored.values)
+    with coordination.raise_on_all():
+        if coordination.is_lead():
+            _write(folder / FILE, stored)
+    if coordination.is_lead() and not cached.is_file():
+        try:
+            _write(cached, stored)
+        except ConfigError as error:  # other runs compute it again
+            say(f"reference: not kept for other runs: {error}")
+
+
+def _from_lead(values: np.ndarray) -> np.ndarray:
+    """Sends the first process's values to all processes, and returns them, writable."""
+    sent: Any = multihost_utils.broadcast_one_to_all(values)
+    return np.array(sent)
 
 
 def _compute(
@@ -154,13 +177,14 @@ def _compute(
     *,
     say: Callable[[str], None],
     on_batch: Callable[[], None],
-) -> Stored:
+) -> None:
     """Computes the values that are missing, batch by batch; see `settle`."""
     size = config.batch.global_size
     values = stored.values
     rows_in_all = sum(samples.num_rows for samples in _sides(dataset))
     sums_of = _build_sums(config, built)
-    began = saved = time.monotonic()
+    began = time.monotonic()
+    saved = -math.inf
     done = 0
     computed = 0
     first_piece = 0
@@ -181,20 +205,26 @@ def _compute(
             computed += end - begin
             now = time.monotonic()
             if now - saved > _SAVE_EVERY_S:
+                # Clocks differ, so processes must not wait for each other here.
                 saved = now
-                _write(folder / FILE, stored)
+                _save_part(folder / FILE, stored)
                 left = (rows_in_all - done) * (now - began) / computed
                 say(
                     f"reference: {done} of {rows_in_all} rows, about "
                     f"{time_text(left)} to go"
                 )
-    seconds = time.monotonic() - began
     if computed:
         say(
             f"reference: log-probabilities of {len(values)} answers in {computed} rows, "
-            f"in {time_text(seconds)}"
+            f"in {time_text(time.monotonic() - began)}"
         )
-    return stored
+
+
+def _save_part(file: Path, stored: Stored) -> None:
+    """Saves what is computed so far, if possible. Only the end of the pass must."""
+    if coordination.is_lead():
+        with contextlib.suppress(ConfigError):
+            _write(file, stored)
 
 
 def _build_sums(
@@ -239,39 +269,41 @@ def _places(dataset: Dataset) -> np.ndarray:
     return np.concatenate(parts) if parts else np.empty((0, _PLACE_COLUMNS), np.int64)
 
 
-def _attach(dataset: Dataset, stored: Stored) -> bool:
-    """Adds the stored values to the data; False if some are missing."""
-    places = _places(dataset)
-    values = stored.values
-    if not np.array_equal(places, stored.places):
-        by_place = dict(zip(map(tuple, stored.places.tolist()), values, strict=True))
-        found = [by_place.get(tuple(place), math.nan) for place in places.tolist()]
-        values = np.array(found, np.float64)
-    if np.isnan(values).any():
-        return False
+def _values_at(stored: Stored, places: np.ndarray) -> np.ndarray:
+    """Finds the values of some pieces, [P]; NaN = unknown."""
+    if np.array_equal(places, stored.places):
+        return stored.values
+    by_place = dict(zip(map(tuple, stored.places.tolist()), stored.values, strict=True))
+    found = [by_place.get(tuple(place), math.nan) for place in places.tolist()]
+    return np.array(found, np.float32)
+
+
+def _attach(dataset: Dataset, values: np.ndarray) -> None:
+    """Adds the values of all pieces to the data."""
     begin = 0
     for samples in _sides(dataset):
         end = begin + len(samples.pieces.owner)
         samples.set_piece_field(REFERENCE, values[begin:end])
         begin = end
-    return True
 
 
-def _key(config: RunConfig, dataset: Dataset, state: State) -> str:
+def _key(config: RunConfig, dataset: Dataset, state: State, model_class: type) -> str:
     """Hashes what the values depend on: weights, data, cut, and how they are computed."""
     arrays: dict[str, Any] = {}
     for name in ("trainable", "model_state", "frozen"):
         for path, x in trees.flatten_names(getattr(state, name)).items():
             arrays[f"{name}/{path}"] = x
-    model = sorted(config.model_options.items())
-    lora = dataclasses.asdict(config.lora)
+    device = jax.devices()[0]
     return digest(
         sorted(fingerprint.of(arrays).items()),
-        repr(model),
-        repr(lora),
+        sorted(consistency.code(model_class).items()),
+        repr(sorted(config.model.items())),
+        repr(dataclasses.asdict(config.lora)),
+        repr(config.precision),
+        repr(config.context),
         dataset.fingerprint,
-        config.precision.compute,
-        repr(config.precision.recipe),
+        device.platform,
+        device.device_kind,
     )
 
 
@@ -295,7 +327,7 @@ def _read(file: Path) -> Stored | None:
         and places.shape[1] == _PLACE_COLUMNS
         and places.dtype == np.int64
         and values.shape == places.shape[:1]
-        and values.dtype == np.float64
+        and values.dtype == np.float32
         and isinstance(header.get("key"), str)
         and isinstance(header.get("data"), str)
     )
@@ -305,7 +337,7 @@ def _read(file: Path) -> Stored | None:
 
 
 def _write(file: Path, stored: Stored) -> None:
-    """Writes a file on the first process.
+    """Writes a file, as a whole or not at all.
 
     Raises:
       ConfigError: it cannot be written.
@@ -318,7 +350,10 @@ def _write(file: Path, stored: Stored) -> None:
         places=stored.places,
         values=stored.values,
     )
-    with coordination.raise_on_all():
-        if coordination.is_lead():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            atomic.write_bytes(file, content.getvalue(), durable=True)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_bytes(file, content.getvalue(), durable=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: cannot be written ({error.strerror or error}); free or fix its disk"
+        ) from error

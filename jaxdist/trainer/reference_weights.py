@@ -3,6 +3,7 @@
 The folder is read by the sources of initial weights, as if the run started from it.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jaxdist.objectives.pairs import REFERENCE
 from jaxdist.step.first_state import MODULES
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
+from jaxdist.storage.untrusted import Malformed, read_json
 from jaxdist.trainer import compose, initial_weights, workdir
 from jaxdist.trainer.run_config import InitConfig, RunConfig
 from jaxdist.trainer.weight_source import Target, WeightSource
@@ -42,18 +44,17 @@ def check(
     place = config.objective.reference_from
     if not place or has_steps(workdir.checkpoints_folder(folder, config)):
         return
+    folder_of_place = Path(place).expanduser()
     source_config = _config_of(config)
     (source,) = initial_weights.chosen_sources(source_config, weight_sources)
-    # without a tokenizer of its own, the reference is taken to have that of the run
     set_keys: tuple[str, ...] = ()
-    if not (Path(place).expanduser() / tokenizer.TOKENIZER_FILE).is_file():
+    if _is_huggingface(place) and not _has_tokenizer(folder_of_place):
+        # without a tokenizer of its own, it is taken to have that of the run
         set_keys = ("data.tokenizer",)
     try:
         implied = source.config_of(schema.to_config_dict(source_config), set_keys)
     except ConfigError as error:
-        raise ConfigError(
-            fault.replace(source.key, KEY) for fault in error.faults
-        ) from error
+        raise _with_key(error, source, place) from error
     faults = [
         f"{fault} ({KEY}={place}): answers are compared token by token; give a reference "
         f"with the run's model"
@@ -63,6 +64,11 @@ def check(
         faults.append(
             f"data.tokenizer={config.data.tokenizer}, there {implied.tokenizer} "
             f"({KEY}={place}): other tokens; give a reference with the run's tokenizer"
+        )
+    if implied.trained_with.get("lora.rank"):
+        faults.append(
+            f"{KEY}={place}: it has adapters; merge them first: jaxdist convert --from "
+            f"{place.partition('@')[0]} --to FOLDER --format huggingface, and give FOLDER"
         )
     if faults:
         raise ConfigError(faults)
@@ -85,15 +91,11 @@ def module_values(
 
 def state(
     config: RunConfig, built: TrainStep, weight_sources: Sequence[WeightSource]
-) -> State | None:
-    """Makes a state with the weights of the reference, and new adapters.
-
-    The result is None if the reference has the first weights of the run.
-    """
-    if not config.objective.reference_from:
-        return None
+) -> State:
+    """Makes a state with the weights of the reference, and new adapters."""
     arrays = built.views.abstract
-    source_config = compose.with_overrides(_config_of(config), {"lora": config.lora})
+    new_adapters = dataclasses.replace(config.lora, from_peft="")
+    source_config = compose.with_overrides(_config_of(config), {"lora": new_adapters})
     made: State = built.init(_load(source_config, arrays, weight_sources))
     return made
 
@@ -103,17 +105,45 @@ def _load(
 ) -> dict[str, Any]:
     """Reads the weights that a config starts from, into arrays with shardings."""
     (source,) = initial_weights.chosen_sources(config, weight_sources)
-    return source.open(Target(config, arrays)).load().values
+    try:
+        return source.open(Target(config, arrays)).load().values
+    except ConfigError as error:
+        place = config.init.from_run or config.init.from_huggingface
+        raise _with_key(error, source, place) from error
 
 
 def _config_of(config: RunConfig) -> RunConfig:
     """Makes the config of a run that starts from the reference's weights."""
     place = config.objective.reference_from
     init = InitConfig(from_run=place)
-    if any(Path(place).expanduser().glob("*.safetensors")):
+    if _is_huggingface(place):
         init = InitConfig(from_huggingface=place)
     changes = {"init": init, "lora": LoraConfig(), "objective": ObjectiveConfig()}
     return compose.with_overrides(config, changes)
+
+
+def _is_huggingface(place: str) -> bool:
+    """Checks whether a place is the folder of a Hugging Face model, not of a run."""
+    try:
+        document = read_json(Path(place).expanduser() / "config.json", dict)
+    except (OSError, Malformed):
+        return False
+    return "model_type" in document
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / tokenizer.TOKENIZER_FILE).is_file()
+
+
+def _with_key(error: ConfigError, source: WeightSource, place: str) -> ConfigError:
+    """Makes an error of a source speak of this key."""
+    faults = [fault.replace(source.key, KEY) for fault in error.faults]
+    if not Path(place.partition("@")[0]).expanduser().exists():
+        faults = [
+            f"{KEY}={place}: there is no such folder; give the folder of a run, or of a "
+            f"Hugging Face model (`hf download OWNER/MODEL --local-dir FOLDER` makes one)"
+        ]
+    return ConfigError(faults)
 
 
 def _is_same_tokenizer(config: RunConfig, other: str) -> bool:

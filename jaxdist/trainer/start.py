@@ -52,10 +52,10 @@ def init_or_restore(
 ) -> Start:
     """Makes the first state or restores it, and compiles the step.
 
-    The step of a finished run is not compiled. A thread compiles the step. Meanwhile this thread makes the state or restores it. For
-    a restore, two more threads import Orbax and compile what the first save needs. This
-    thread waits for Orbax before it reads the checkpoint. In a new run, the saver imports
-    Orbax after the first steps.
+    A thread compiles the step, unless the run is finished. Meanwhile this thread makes
+    the state or restores it. For a restore, two more threads import Orbax and compile
+    what the first save needs. This thread waits for Orbax before it reads the
+    checkpoint. In a new run, the saver imports Orbax after the first steps.
 
     Args:
       run: the run, with its step built and its checkpoints open. It receives progress

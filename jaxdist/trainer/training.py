@@ -16,6 +16,7 @@ work of a run is done by callbacks (`trainer.callbacks`).
 """
 
 import contextlib
+import functools
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -153,6 +154,20 @@ def train(
                 """Makes the state of a run that has not saved."""
                 if sources:
                     all_callbacks.phase("restore", 0)
+                settle = functools.partial(
+                    reference.settle,
+                    config,
+                    folder,
+                    dataset,
+                    built,
+                    model_class=composition.spec.model_class,
+                    say=this_run.say,
+                    on_batch=lambda: all_callbacks.phase("evaluate", 0),
+                )
+                # Another model's state is gone before that of the run is made.
+                has_another = bool(config.objective.reference_from)
+                if has_another and reference.needed(config):
+                    settle(reference_weights.state(config, built, weight_sources))
                 initial = initial_weights.init_from_sources(
                     config,
                     built,
@@ -162,18 +177,8 @@ def train(
                     inputs.initial,
                     reference_weights.module_values(config, built, weight_sources),
                 )
-                reference.settle(
-                    config,
-                    folder,
-                    dataset,
-                    built,
-                    lambda: (
-                        reference_weights.state(config, built, weight_sources)
-                        or initial.state
-                    ),
-                    say=this_run.say,
-                    on_batch=lambda: all_callbacks.phase("evaluate", 0),
-                )
+                if not has_another:
+                    settle(initial.state)
                 return initial
 
             start = init_or_restore(

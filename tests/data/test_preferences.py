@@ -354,7 +354,7 @@ def test_rows_have_each_pair_as_plain_python_has_it(truncation, tmp_path):
         r"(\d+) (?:training|held-out) pairs, (\d+) of (\d+) tokens learned; (\d+) halves "
         rf"longer than 17 tokens and cut to their {'first' if dropped else 'last'} ones, "
         r"(\d+) pairs dropped without a learned token in a half \((\d+) learned tokens "
-        r"lost\), (\d+) kept with halves that became equal",
+        r"lost\), (\d+) kept with equal halves",
         "\n".join(lines),
     )
     total = np.array(counts, int).sum(0).tolist()
@@ -382,11 +382,11 @@ def test_halves_that_truncation_makes_equal_are_kept_and_counted(tmp_path):
     batch = train_rows(opened(options_of(tmp_path, rows), lines, length=8))
     ((one, two),) = pairs_of(batch)
     assert one == two
-    assert "1 kept with halves that became equal" in "\n".join(lines)
+    assert "1 kept with equal halves" in "\n".join(lines)
     keep_end = options_of(tmp_path, rows, truncation="keep_end")
     ((one, two),) = pairs_of(train_rows(opened(keep_end, lines := [], length=8)))
     assert bytes(one.tokens) == b"efghX"
-    assert "0 kept with halves that became equal" in "\n".join(lines)
+    assert "0 kept with equal halves" in "\n".join(lines)
 
 
 def test_data_without_a_whole_pair_are_refused(tmp_path):

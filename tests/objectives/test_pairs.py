@@ -1,9 +1,10 @@
 """Objectives of pairs: losses by hand, layouts, references.
 
-tests/interop/test_trl_losses.py compares them with TRL.
+tests/interop/test_trl_preferences.py compares them with TRL.
 """
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxdist.config import ConfigError
 from jaxdist.models import lora
 from jaxdist.models.transformer import Transformer
 from jaxdist.objectives.pairs import (
@@ -231,3 +233,17 @@ def test_a_row_has_at_most_so_many_pairs():
     sums = halves(jnp.ones(8), ids)
     assert sums.chosen.tolist() == [2, 2, 0, 0]
     assert sums.rejected.tolist() == [2, 2, 0, 0]
+
+
+@dataclass(frozen=True)
+class Misnamed(DirectPreference):
+    """Reports a metric under a name that a step has."""
+
+    def sample_loss(self, terms, sample):
+        loss = super().sample_loss(terms, sample)
+        return loss._replace(metrics={"grad_norm": loss.sum})
+
+
+def test_a_metric_of_a_step_is_not_replaced():
+    with pytest.raises(ConfigError, match="metrics called grad_norm, which a step has"):
+        run(spec_for(Misnamed(reference="module")), case(), two_pairs_in_a_row())

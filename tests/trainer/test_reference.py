@@ -19,7 +19,7 @@ from jaxdist.config import ConfigError
 from jaxdist.evaluation.loading import load_run
 from jaxdist.telemetry.metrics import read_rows
 from jaxdist.trainer import reference
-from support.runs import TINY, run_of
+from support.runs import TINY, command, run_of, start_group
 
 NUM_PAIRS = 60
 
@@ -117,6 +117,10 @@ def test_runs_on_the_same_weights_and_data_share_the_pass(pairs, tmp_path, monke
     assert not seen
     np.testing.assert_array_equal(first.values, second.values)
     train(config_of(pairs, seed=1, **cache), tmp_path / "3")  # other weights
+    assert seen
+    seen.clear()
+    monkeypatch.setattr(reference.consistency, "code", lambda model: {"source": "new"})
+    train(config_of(pairs, **cache), tmp_path / "4")
     assert seen
 
 
@@ -235,6 +239,69 @@ import json
 config = run_of("quickstart", **json.loads(sys.argv[1]))
 library.run(config, sys.argv[2], callbacks=[every(1, kill)])
 """
+
+
+GROUP = """
+import os, sys, time
+rank = int(os.environ["JAXDIST_PROCESS_ID"])
+# a cache of its own for each process, as on nodes
+os.environ["HOME"] = sys.argv[1] + "/home" + str(rank)
+from jaxdist.trainer import reference
+reference._SAVE_EVERY_S = 0.2
+honest = reference._build_sums
+def build(config, built):
+    sums_of = honest(config, built)
+    time.sleep(rank)  # this clock is behind
+    def slow(*arguments):
+        time.sleep(0.1)
+        return sums_of(*arguments)
+    return slow
+reference._build_sums = build
+from jaxdist import train
+sys.exit(train.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.slow
+def test_processes_with_clocks_and_caches_of_their_own_agree(pairs, tmp_path):
+    """The second run finds the numbers in the cache of the first process alone."""
+    changes = {
+        "train.steps": 4,
+        "train.eval_every": 4,
+        "batch.sequence_length": 64,
+        "objective.name": "dpo",
+        "data.source": "jsonl",
+        "data.path": str(pairs),
+        "data.format": "preferences",
+        "data.packing": "documents",
+        "data.validation_share": 50,
+        "optimizer.warmup_steps": 0,
+        "checkpoint.every_steps": 2,
+        "mesh.fsdp": 2,
+    }
+    names = {key.replace(".", "__"): value for key, value in changes.items()}
+    found = []
+    for name in ("first", "second"):
+        _, _, _, *flags = command(tmp_path / name, **names)
+        line = [sys.executable, "-c", GROUP, str(tmp_path), *flags]
+        group = start_group(line, 2, 1, stderr=subprocess.PIPE)
+        ended = [process.communicate(timeout=240) for process in group]
+        codes = [process.returncode for process in group]
+        assert codes == [0, 0], ended
+        said = "".join(out for out, _ in ended)
+        assert ("reference: log-probabilities" in said) == (name == "first")
+        found.append([row["loss"] for row in read_rows(tmp_path / name).train])
+    assert len(found[0]) == 4
+    assert found[0] == found[1]
+    assert list((tmp_path / "home0").glob("**/reference-*.npz"))
+    assert not list((tmp_path / "home1").glob("**/reference-*.npz"))
+    # both resume, though only the first one reads the file
+    more = names | {"train__steps": 6}
+    _, _, _, *flags = command(tmp_path / "second", **more)
+    line = [sys.executable, "-c", GROUP, str(tmp_path), *flags]
+    group = start_group(line, 2, 1, stderr=subprocess.PIPE)
+    ended = [process.communicate(timeout=240) for process in group]
+    assert [process.returncode for process in group] == [0, 0], ended
 
 
 @pytest.mark.slow
