@@ -41,6 +41,8 @@ REQUIRED = (
 # Forms of the methods that compute terms, for messages.
 TERM_METHODS = {
     "token_terms": "token_terms(self, x, batch) -> {name: [B, S] or [B, S, k]}",
+    "bucket_scores": "bucket_scores(self, x, batch, ids, temperature) -> BucketScores",
+    "top_scores": "top_scores(self, x, count, temperature) -> (ids, scores)",
 }
 # A field [B] of a batch, the same for all rows: number of targets in the whole batch,
 # divided by the objective's count. See `TokenObjective.row_losses`.
