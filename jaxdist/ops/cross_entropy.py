@@ -851,7 +851,8 @@ def _put(
 
     specs = (split.logits, split.rows, split.rows)
     run = execution.per_device(put_locally, specs, split.logits)
-    return run(logits, _in_stage(ids, logits, options), values)
+    written: jax.Array = run(logits, _in_stage(ids, logits, options), values)
+    return written
 
 
 def _top_logits(

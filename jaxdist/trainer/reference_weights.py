@@ -42,14 +42,14 @@ def check(
     place = config.objective.reference_from
     if not place or has_steps(workdir.checkpoints_folder(folder, config)):
         return
-    source_config = _config_of(config)
-    (source,) = initial_weights.chosen_sources(source_config, weight_sources)
+    source_run = _config_of(config)
+    (source,) = initial_weights.chosen_sources(source_run, weight_sources)
     # without a tokenizer of its own, the reference is taken to have that of the run
     set_keys: tuple[str, ...] = ()
     if not (Path(place).expanduser() / tokenizer.TOKENIZER_FILE).is_file():
         set_keys = ("data.tokenizer",)
     try:
-        implied = source.config_of(schema.to_config_dict(source_config), set_keys)
+        implied = source.config_of(schema.to_config_dict(source_run), set_keys)
     except ConfigError as error:
         raise ConfigError(
             fault.replace(source.key, KEY) for fault in error.faults
@@ -59,7 +59,7 @@ def check(
         f"with the run's model"
         for fault in differing_values(config.model_options, implied.model)
     ]
-    if not _is_same_tokenizer(config, implied.tokenizer):
+    if not is_same_tokenizer(config, implied.tokenizer):
         faults.append(
             f"data.tokenizer={config.data.tokenizer}, there {implied.tokenizer} "
             f"({KEY}={place}): other tokens; give a reference with the run's tokenizer"
@@ -79,7 +79,7 @@ def module_values(
         return {}
     abstract = built.views.abstract
     arrays = abstract._replace(trainable={}, frozen=abstract.modules[REFERENCE])
-    values = _load(_config_of(config), arrays, weight_sources)
+    values = load(_config_of(config), arrays, weight_sources)
     return {f"{MODULES}/{REFERENCE}/{path}": x for path, x in values.items()}
 
 
@@ -93,12 +93,12 @@ def state(
     if not config.objective.reference_from:
         return None
     arrays = built.views.abstract
-    source_config = compose.with_overrides(_config_of(config), {"lora": config.lora})
-    made: State = built.init(_load(source_config, arrays, weight_sources))
+    source_run = compose.with_overrides(_config_of(config), {"lora": config.lora})
+    made: State = built.init(load(source_run, arrays, weight_sources))
     return made
 
 
-def _load(
+def load(
     config: RunConfig, arrays: State, weight_sources: Sequence[WeightSource]
 ) -> dict[str, Any]:
     """Reads the weights that a config starts from, into arrays with shardings."""
@@ -108,15 +108,33 @@ def _load(
 
 def _config_of(config: RunConfig) -> RunConfig:
     """Makes the config of a run that starts from the reference's weights."""
-    place = config.objective.reference_from
-    init = InitConfig(from_run=place)
-    if any(Path(place).expanduser().glob("*.safetensors")):
-        init = InitConfig(from_huggingface=place)
-    changes = {"init": init, "lora": LoraConfig(), "objective": ObjectiveConfig()}
+    return source_config(config, config.objective.reference_from)
+
+
+def source_config(config: RunConfig, place: str) -> RunConfig:
+    """Makes the config of a run that trains all weights, starting from a folder.
+
+    Args:
+      config: config of a run with the folder's model.
+      place: folder of a Hugging Face model or of a run.
+    """
+    changes = {
+        "init": init_from(place),
+        "lora": LoraConfig(),
+        "objective": ObjectiveConfig(),
+    }
     return compose.with_overrides(config, changes)
 
 
-def _is_same_tokenizer(config: RunConfig, other: str) -> bool:
+def init_from(place: str) -> InitConfig:
+    """Makes the settings of a start from the folder of a Hugging Face model or a run."""
+    if any(Path(place).expanduser().glob("*.safetensors")):
+        return InitConfig(from_huggingface=place)
+    return InitConfig(from_run=place)
+
+
+def is_same_tokenizer(config: RunConfig, other: str) -> bool:
+    """Checks whether a run's tokenizer and another one have the same tokens."""
     name = config.data.tokenizer
     if name == other:
         return True

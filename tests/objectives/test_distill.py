@@ -1,6 +1,7 @@
 """Distillation: the loss by hand and by torch, layouts, runs with a teacher's folder."""
 
 import json
+import shutil
 from functools import lru_cache
 
 import jax
@@ -9,13 +10,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxdist import library
+from jaxdist.config import ConfigError
+from jaxdist.data import tokenizer
+from jaxdist.evaluation.loading import load_run
 from jaxdist.models.transformer import Transformer
 from jaxdist.objectives.distill import BUCKETS, IDS, Distillation, divergence
 from jaxdist.ops.cross_entropy import bucket_scores, top_scores
 from jaxdist.protocols.model_spec import describe
+from jaxdist.telemetry.metrics import read_rows
+from jaxdist.trainer import run_config
 from support.models import worst
 from support.objectives import MODEL, B, S, batch_of_pairs, case, run, spec_for
 from support.paths import DATA
+from support.weight_sources import apply_weight_source, parsed
 
 V = MODEL.vocab_size
 STORED = json.loads((DATA / "trl/distill.json").read_text())
@@ -193,3 +201,169 @@ def test_every_layout_has_the_loss_of_one_device(name):
         )
     assert worst(found.gradients, wanted.gradients) < 1e-4
     np.testing.assert_allclose(found.evaluated[:2], wanted.evaluated[:2], rtol=1e-5)
+
+
+# --- runs with a teacher's folder -----------------------------------------------------
+
+TEACHER = DATA / "trl/model"
+LEARNED_POSITIONS = '{"positions": "learned", "max_positions": 16, "vocab_size": 307}'
+# half as wide as the teacher
+STUDENT = {
+    "model.vocab_size": 307,
+    "model.d_model": 16,
+    "model.d_ff": 32,
+    "model.num_layers": 1,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 1,
+    "model.head_dim": 8,
+    "model.loss_chunk": 8,
+}
+
+
+def values_of(folder, **changes):
+    corpus = folder / "corpus.txt"
+    held_out = folder / "held_out.txt"
+    random = np.random.default_rng(0)
+    words = ["a", "list", "is", "no", "tuple", "of", "ten", "keys.", "It", "has"]
+    corpus.write_text(" ".join(random.choice(words, 2_000)))
+    held_out.write_text(" ".join(random.choice(words, 100)))
+    return {
+        **STUDENT,
+        "objective.name": "distill",
+        "objective.teacher": str(TEACHER),
+        "objective.top_k": 16,
+        "train.steps": 6,
+        "train.log_every": 1,
+        "train.eval_every": 3,
+        "train.sample_tokens": 0,
+        "batch.global_size": 4,
+        "batch.sequence_length": 32,
+        "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 0,
+        "optimizer.learning_rate": 1e-2,
+        "checkpoint.every_steps": 3,
+        "data.source": "text",
+        "data.path": str(corpus),
+        "data.tokenizer": str(TEACHER / "tokenizer.json"),
+        "data.cache_dir": str(folder / "cache"),
+        "data.validation_path": str(held_out),
+        **{name.replace("__", "."): value for name, value in changes.items()},
+    }
+
+
+def config_of(folder, **changes):
+    config = run_config.default_config()
+    config.update_from_flattened_dict(values_of(folder, **changes))
+    apply_weight_source(config)
+    return run_config.from_config(config)
+
+
+def train(config, folder, devices=1):
+    state = library.run(config, folder, devices=jax.devices()[:devices])
+    return state, read_rows(folder)
+
+
+@pytest.fixture
+def needs_tokenizers():
+    pytest.importorskip("tokenizers", reason="extra `text` is not installed")
+
+
+@pytest.mark.usefixtures("needs_tokenizers")
+def test_a_run_learns_from_a_larger_teacher_and_resumes_without_it(tmp_path):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(TEACHER, teacher)
+    changes = {"objective__teacher": str(teacher), "objective__alpha": 1.0}
+    config = config_of(tmp_path, **changes)
+    whole, rows = train(config, tmp_path / "whole")
+    divergences = [row["kl"] for row in rows.train]
+    assert len(divergences) == 6
+    assert divergences[-1] < 0.8 * divergences[0]
+    assert rows.train[0]["loss"] == pytest.approx(divergences[0], rel=1e-5)
+    assert rows.train[0]["cross_entropy"] > 5
+    train(config_of(tmp_path, **changes, train__steps=3), tmp_path / "parts")
+
+    teacher.rename(tmp_path / "gone")
+    arguments = [
+        f"--config.{name}={value}"
+        for name, value in values_of(tmp_path, **changes).items()
+    ]
+    resumed = parsed(["--workdir", str(tmp_path / "parts"), *arguments])
+    assert resumed.objective == config.objective
+    parts, rows_of_parts = train(resumed, tmp_path / "parts")
+    for name in ("loss", "kl", "cross_entropy", "grad_norm"):
+        wanted = [row[name] for row in rows.train]
+        assert [row[name] for row in rows_of_parts.train] == wanted
+    jax.tree.map(np.testing.assert_array_equal, whole.trainable, parts.trainable)
+    jax.tree.map(np.testing.assert_array_equal, whole.modules, parts.modules)
+    last = rows.evaluation[-1]
+    found = load_run(tmp_path / "whole").evaluate()
+    assert found.loss == pytest.approx(last["eval_loss"], rel=1e-6)
+    assert found.metrics["kl"] == pytest.approx(last["eval_kl"], rel=1e-6)
+    with pytest.raises(ConfigError, match="objective.teacher="):
+        new = ["--config", "quickstart", "--workdir", str(tmp_path / "new")]
+        parsed([*new, *arguments])
+
+
+@pytest.mark.usefixtures("needs_tokenizers")
+def test_a_run_is_the_teacher_of_itself_and_of_a_smaller_one(tmp_path):
+    config = config_of(tmp_path, objective__name="next_token", objective__teacher="")
+    train(config, tmp_path / "teacher")
+    place = {"objective__teacher": str(tmp_path / "teacher")}
+    same = config_of(
+        tmp_path, **place, train__steps=1, init__from_run=place["objective__teacher"]
+    )
+    _, rows = train(same, tmp_path / "same")
+    assert 0 <= rows.train[0]["kl"] < 1e-7
+    changes = {"model__d_model": 8, "mesh__context": 2, "mesh__fsdp": 2}
+    found = {}
+    for devices in (1, 4):
+        more = changes if devices == 4 else {"model__d_model": 8}
+        smaller = config_of(tmp_path, **place, **more, train__steps=2)
+        _, rows = train(smaller, tmp_path / f"on {devices}", devices)
+        found[devices] = [row["kl"] for row in rows.train]
+    assert found[1][0] > 0.01
+    np.testing.assert_allclose(found[4], found[1], rtol=1e-5)
+
+
+@pytest.mark.usefixtures("needs_tokenizers")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective__teacher": ""}, "needs a teacher"),
+        ({"objective__teacher": "nowhere"}, "objective.teacher=nowhere"),
+        (
+            {"objective__teacher": str(DATA / "huggingface/llama")},
+            "the distributions need one vocabulary",
+        ),
+        ({"objective__top_k": 308}, "exceeds the vocabulary"),
+        ({"model__z_loss": 0.1}, "model.z_loss=0.1 has no effect"),
+        (
+            {"objective__teacher_model": LEARNED_POSITIONS, "objective__teacher": ""},
+            "exceeds the teacher's longest sequence, 16",
+        ),
+        ({"data__tokenizer": "OTHER"}, "other tokens"),
+        ({"objective__teacher_model": "[1]", "objective__teacher": ""}, "is not valid"),
+        (
+            {
+                "objective__teacher_model": '{"target": "os:Model"}',
+                "objective__teacher": "",
+            },
+            "neither the run's nor one of jaxdist",
+        ),
+    ],
+    ids=str,
+)
+def test_contradictions_are_refused_in_one_line(changes, message, tmp_path):
+    if changes.get("data__tokenizer"):
+        document = json.loads((TEACHER / "tokenizer.json").read_text())
+        first, second, *_ = document["model"]["vocab"]
+        ids = document["model"]["vocab"]
+        ids[first], ids[second] = ids[second], ids[first]
+        other = tmp_path / tokenizer.TOKENIZER_FILE
+        other.write_text(json.dumps(document))
+        changes = {"data__tokenizer": str(other)}
+    with pytest.raises(ConfigError, match=message) as caught:
+        train(config_of(tmp_path, **changes), tmp_path / "run")
+    assert len(caught.value.faults) == 1
+    assert "\n" not in caught.value.faults[0]
+    assert not (tmp_path / "run").exists()
