@@ -824,7 +824,7 @@ def _pick(logits: jax.Array, ids: jax.Array, options: LossOptions) -> jax.Array:
     split = _split_vocabulary(logits, options)
 
     def pick_locally(logits: jax.Array, ids: jax.Array) -> jax.Array:
-        local, is_own = split.local(ids, logits.shape[-1])
+        local, is_own = split.own_ids(ids, logits.shape[-1])
         picked = jnp.take_along_axis(logits, local, -1, mode="clip")
         picked = jnp.where(is_own, picked, 0)
         return jax.lax.psum(picked, split.axes) if split.axes else picked
@@ -841,7 +841,7 @@ def _put(
     split = _split_vocabulary(logits, options)
 
     def put_locally(logits: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
-        local, is_own = split.local(ids, logits.shape[-1])
+        local, is_own = split.own_ids(ids, logits.shape[-1])
         vocabulary = logits.shape[-1]
         rows = jnp.arange(ids.size // ids.shape[-1])[:, None]
         places = jnp.where(is_own, local, vocabulary).reshape(len(rows), -1)
@@ -922,7 +922,7 @@ class _SplitVocabulary(NamedTuple):
     rows: P  # of arrays [(G,) R, k] of the same tokens
     axes: tuple[str, ...]  # mesh axes that split the vocabulary
 
-    def local(self, ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    def own_ids(self, ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
         """Counts tokens from the first one of a device, and marks its own ones."""
         if self.axes:
             ids = ids - jax.lax.axis_index(self.axes) * size

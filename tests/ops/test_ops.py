@@ -466,6 +466,12 @@ def test_scores_of_buckets_equal_the_formula(layout, variant):
     )
 
 
+@pytest.mark.parametrize(("layout", "variant"), [("mixed", "tied"), ("split", "tied")])
+def test_scores_of_buckets_as_written_for_a_tpu(layout, variant, monkeypatch):
+    monkeypatch.setattr(execution.Execution, "platform", "tpu")
+    test_scores_of_buckets_equal_the_formula(layout, variant)
+
+
 @pytest.mark.parametrize("count", [K, V])
 @pytest.mark.parametrize(("layout", "variant"), OF_BUCKETS)
 def test_the_most_likely_tokens_are_those_of_a_sort(layout, variant, count):
