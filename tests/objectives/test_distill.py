@@ -19,7 +19,8 @@ from jaxdist.objectives.distill import BUCKETS, IDS, Distillation, divergence
 from jaxdist.ops.cross_entropy import bucket_scores, top_scores
 from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.metrics import read_rows
-from jaxdist.trainer import run_config
+from jaxdist.trainer import compose, run_config, teacher_model, validation
+from jaxdist.verification import cases
 from support.models import worst
 from support.objectives import MODEL, B, S, batch_of_pairs, case, run, spec_for
 from support.paths import DATA
@@ -190,7 +191,13 @@ def on_one_device():
     return run(spec_for(Distillation(0.7, 2.0, 8)), case(), weighted_batch())
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if "," in name else name
+        for name in LAYOUTS
+    ],
+)
 def test_every_layout_has_the_loss_of_one_device(name):
     found = run(spec_for(Distillation(0.7, 2.0, 8)), LAYOUTS[name], weighted_batch())
     wanted = on_one_device()
@@ -323,6 +330,25 @@ def test_a_run_is_the_teacher_of_itself_and_of_a_smaller_one(tmp_path):
         found[devices] = [row["kl"] for row in rows.train]
     assert found[1][0] > 0.01
     np.testing.assert_allclose(found[4], found[1], rtol=1e-5)
+
+
+@pytest.mark.usefixtures("needs_tokenizers")
+def test_verify_shrinks_the_teacher_of_a_run(tmp_path):
+    config = config_of(tmp_path, objective__top_k=200)
+    small, lines = cases.shrink_config(config, 8)
+    teacher = teacher_model.teacher_config(small)
+    assert teacher.vocab_size == small.vocab_size == small.objective.top_k == 128
+    # a layer for each of four stages with two chunks
+    assert teacher.model["num_layers"] == 8
+    assert any(line.startswith("teacher: ") for line in lines)
+    changes = {"mesh.pipeline": 2, "mesh.data": 4, "pipeline.microbatches": 2}
+    layout = compose.with_overrides(small, changes)
+    spec = validation.validate_on(layout, 8, with_data=False).spec
+    assert spec.modules["teacher"].depth == 8
+    # without a teacher, a tiny one is made
+    without = config_of(tmp_path, objective__teacher="")
+    small, _ = cases.shrink_config(without, 8)
+    assert teacher_model.teacher_config(small).vocab_size == 128
 
 
 @pytest.mark.usefixtures("needs_tokenizers")
