@@ -18,8 +18,12 @@ from jaxdist.config import ConfigError, extras
 from jaxdist.data.sources import npz
 from jaxdist.evaluation import held_out_set, loading
 from jaxdist.evaluation.trained_run import Watch
+from jaxdist.objectives.config import ObjectiveConfig
 from jaxdist.trainer import exit_code, workdir, workdir_parser
 from jaxdist.trainer.held_out import HeldOut
+
+# settings of a run that is trained for cross-entropy
+_NEXT_TOKEN = ObjectiveConfig()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,7 +89,7 @@ def _score_held_out(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
         stride=flags.stride,
         watch=watch,
     )
-    text = _as_text(held_out, has_pairs=run.config.objective.has_pairs)
+    text = _as_text(held_out, run.config.objective)
     return held_out._asdict() | {"stride": flags.stride}, text
 
 
@@ -186,17 +190,22 @@ def _as_table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _as_text(result: HeldOut, *, has_pairs: bool) -> str:
+def _as_text(result: HeldOut, objective: ObjectiveConfig = _NEXT_TOKEN) -> str:
     """Describes the scores on a line.
 
     Args:
       result: the scores.
-      has_pairs: whether the loss is a mean over pairs of answers, not over targets.
+      objective: settings of the run's objective, which say what its loss is.
     """
-    if has_pairs:
+    if objective.has_pairs:
         text = (
             f"step {result.step}: loss {result.loss:.6f} per pair "
             f"over {result.tokens} pairs"
+        )
+    elif objective.name == "distill":  # no cross-entropy, so no perplexity
+        text = (
+            f"step {result.step}: loss {result.loss:.6f} per target "
+            f"over {result.tokens} targets"
         )
     else:
         text = f"step {result.step}: {_score_of_targets(result)}"

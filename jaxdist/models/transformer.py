@@ -24,7 +24,13 @@ from jaxdist.models.mixers import MIXERS
 from jaxdist.models.transformer_config import TransformerConfig, all_parts
 from jaxdist.ops import cached_attention as cached
 from jaxdist.ops.attention_reference import soft_capped
-from jaxdist.ops.cross_entropy import cross_entropy, target_scores
+from jaxdist.ops.cross_entropy import (
+    BucketScores,
+    bucket_scores,
+    cross_entropy,
+    target_scores,
+    top_scores,
+)
 from jaxdist.ops.embedding import embed
 from jaxdist.parallel import execution
 from jaxdist.parallel.execution import shard
@@ -187,6 +193,48 @@ class Transformer(nnx.Module):
             **self._head_options,
         )
         return {"log_probability": log_probability, "log_normalizer": log_normalizer}
+
+    def bucket_scores(
+        self, x_BSD: jax.Array, batch: Batch, ids_BSk: jax.Array, temperature: float
+    ) -> BucketScores:
+        """Computes the scores of targets, and of k tokens and all others at each place.
+
+        Args:
+          x_BSD: last block's output.
+          batch: fields by name.
+          ids_BSk: int32 tokens.
+          temperature: divisor of the logits of the k tokens and the others.
+        """
+        return bucket_scores(
+            shard(self.final_norm(x_BSD), "batch", "sequence", None),
+            self._head_kernel,
+            batch["targets"],
+            ids_BSk,
+            temperature=temperature,
+            **self._head_options,
+        )
+
+    def top_scores(
+        self, x_BSD: jax.Array, count: int, temperature: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """Finds the most likely tokens at each place, and their log-probabilities.
+
+        Args:
+          x_BSD: last block's output.
+          count: number of tokens, k.
+          temperature: divisor of the logits.
+
+        Returns:
+          int32 tokens [B, S, k]. Float32 log-probabilities [B, S, k + 1]; the last is
+          that of all other tokens together.
+        """
+        return top_scores(
+            shard(self.final_norm(x_BSD), "batch", "sequence", None),
+            self._head_kernel,
+            count,
+            temperature=temperature,
+            **self._head_options,
+        )
 
     def head_only(self) -> list[str]:
         """Lists the options in use that `head` reads and `token_terms` ignores."""

@@ -6,7 +6,13 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from jaxdist.config.annotations import NonNegativeFloat, PositiveFloat, ReadWith
+from jaxdist.config.annotations import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ReadWith,
+)
+from jaxdist.objectives.distill import Distillation
 from jaxdist.objectives.pairs import (
     DirectPreference,
     LossName,
@@ -17,12 +23,13 @@ from jaxdist.objectives.pairs import (
 from jaxdist.objectives.reward import BradleyTerry
 from jaxdist.protocols.objective import Objective
 
-ObjectiveName = Literal["next_token", "dpo", "orpo", "simpo", "reward"]
+ObjectiveName = Literal["next_token", "dpo", "orpo", "simpo", "reward", "distill"]
 # those whose samples are pairs of answers
 PAIR_OBJECTIVES = ("dpo", "orpo", "simpo", "reward")
 
 _DPO = ReadWith("objective.name", ("dpo",))
 _BETA = ReadWith("objective.name", ("dpo", "orpo", "simpo"))
+_DISTILL = ReadWith("objective.name", ("distill",))
 _SIMPO = ReadWith("objective.name", ("simpo",))
 _ROBUST = ReadWith("objective.loss", ("robust",))
 _FORMS: dict[str, ReferenceForm] = {
@@ -38,7 +45,8 @@ class ObjectiveConfig:
 
     # next_token = the loss of the model itself; dpo, orpo and simpo learn from pairs of
     # a chosen and a rejected answer (data.format=preferences); reward = a reward model,
-    # which scores answers (the same data, and model.head=score)
+    # which scores answers (the same data, and model.head=score); distill learns from a
+    # teacher
     name: ObjectiveName = "next_token"
     # dpo: loss of a pair
     loss: Annotated[LossName, _DPO] = "sigmoid"
@@ -59,6 +67,19 @@ class ObjectiveConfig:
     # dpo: weights of the reference in place of the first weights: the folder of a Hugging
     # Face model, or of a run; its model and tokenizer must be those of the run
     reference_from: Annotated[str, _DPO] = ""
+
+    # distill: the teacher, folder of a Hugging Face model or of a run; it needs the
+    # vocabulary and the tokenizer of the run
+    teacher: Annotated[str, _DISTILL] = ""
+    # distill: options of the teacher's model, written by the first start; do not set it
+    teacher_model: Annotated[str, _DISTILL] = ""
+    # distill: share of the divergence in the loss; the rest is cross-entropy
+    alpha: Annotated[float, Interval(ge=0, le=1), _DISTILL] = 0.5
+    # distill: divisor of the logits of both models in the divergence
+    temperature: Annotated[PositiveFloat, _DISTILL] = 1.0
+    # distill: most likely tokens of the teacher that are compared one by one; all other
+    # tokens are compared together; at most model.vocab_size
+    top_k: Annotated[PositiveInt, _DISTILL] = 64
 
     @property
     def has_pairs(self) -> bool:
@@ -98,6 +119,8 @@ class ObjectiveConfig:
             return SimplePreference(beta=beta, margin=self.margin)
         if self.name == "reward":
             return BradleyTerry()
+        if self.name == "distill":
+            return Distillation(self.alpha, self.temperature, self.top_k)
         return None
 
 

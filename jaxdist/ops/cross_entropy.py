@@ -6,8 +6,11 @@ logit is stored and none is computed twice. `tensor` may split the vocabulary. B
 shards keep their own sums of the head's gradient, which are reduced once at the end.
 Devices that split a sequence split the vocabulary, too.
 
+Distillation compares distributions by the most likely tokens of one of them, and one
+bucket for all other tokens: see `top_scores` and `bucket_scores`.
+
 Letters: `G` shards of the tokens, over samples and sequences (no dim if there is one),
-`R` rows: tokens of a chunk, `D` model, `V` vocabulary.
+`R` rows: tokens of a chunk, `D` model, `V` vocabulary, `k` tokens of a distribution.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +29,9 @@ from jaxdist.parallel import execution, sharding
 from jaxdist.parallel.context import AXIS
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.dim_names import Names
+
+# Least log-probability of a bucket. The probability of an empty bucket is 1e-38.
+LEAST = -87.0
 
 Carry = TypeVar("Carry")  # of a loop over chunks
 
@@ -72,7 +78,7 @@ def cross_entropy(
       chunk_tokens: tokens of a batch shard that are scored at a time; 0: all.
     """
     (x, targets, weights), options = _in_chunks(
-        (x_BSD, targets_BS, weights_BS),
+        (x_BSD, targets_BS, weights_BS.astype(jnp.float32)),
         head,
         tied=tied,
         z_loss=z_loss,
@@ -117,6 +123,107 @@ def target_scores(
     return scores[..., 0], scores[..., 1]
 
 
+class BucketScores(NamedTuple):
+    """Log-probabilities of some tokens, and of a bucket for all others, in float32."""
+
+    log_probability_BS: jax.Array  # of the target
+    log_normalizer_BS: jax.Array  # log(Z)
+    # of k tokens and of the bucket, at a temperature, [B, S, k + 1]
+    buckets_BSk: jax.Array
+
+
+def bucket_scores(
+    x_BSD: jax.Array,
+    head: nnx.Variable[jax.Array],
+    targets_BS: jax.Array,
+    ids_BSk: jax.Array,
+    *,
+    temperature: float = 1.0,
+    tied: bool = False,
+    softcap: float = 0.0,
+    chunk_tokens: int = 1024,
+) -> BucketScores:
+    """Computes the scores of targets and, at a temperature, of k tokens and the others.
+
+    Any function may follow, as for `target_scores`. A bucket without tokens has the
+    log-probability `LEAST`.
+
+    Args:
+      x_BSD: last hidden states.
+      head: kernel [D, V], or with `tied` the embedding table [V, D].
+      targets_BS: int32 target tokens.
+      ids_BSk: int32 tokens, which differ from each other at each place.
+      temperature: divisor of the logits, after their cap, for the buckets.
+      tied: whether the head is an embedding table.
+      softcap: logits become softcap * tanh(logits / softcap); 0: no cap.
+      chunk_tokens: tokens of a batch shard that are scored at a time; 0: all.
+    """
+    (x, targets, ids), options = _in_chunks(
+        (x_BSD, targets_BS, ids_BSk),
+        head,
+        tied=tied,
+        z_loss=0.0,
+        softcap=softcap,
+        chunk_tokens=chunk_tokens,
+    )
+    scores, _ = _bucket_scores(x, head[...], targets, ids, options, temperature)
+    scores = _unfold(scores, x_BSD.shape)
+    return BucketScores(scores[..., 0], scores[..., 1], scores[..., 2:])
+
+
+def top_scores(
+    x_BSD: jax.Array,
+    head: nnx.Variable[jax.Array],
+    count: int,
+    *,
+    temperature: float = 1.0,
+    tied: bool = False,
+    softcap: float = 0.0,
+    chunk_tokens: int = 1024,
+) -> tuple[jax.Array, jax.Array]:
+    """Finds the most likely tokens at each place. Nothing is differentiated.
+
+    Args:
+      x_BSD: last hidden states.
+      head: kernel [D, V], or with `tied` the embedding table [V, D].
+      count: number of tokens, k, at most V.
+      temperature: divisor of the logits, after their cap.
+      tied: whether the head is an embedding table.
+      softcap: logits become softcap * tanh(logits / softcap); 0: no cap.
+      chunk_tokens: tokens of a batch shard that are scored at a time; 0: all.
+
+    Returns:
+      int32 tokens [B, S, k], the most likely first. Float32 log-probabilities of these
+      tokens and of a bucket for all others [B, S, k + 1], see `bucket_scores`.
+    """
+    (x,), options = _in_chunks(
+        (x_BSD,),
+        head,
+        tied=tied,
+        z_loss=0.0,
+        softcap=softcap,
+        chunk_tokens=chunk_tokens,
+    )
+    gathered = _gather_head(head[...], x.dtype, options)
+
+    def score(
+        carry: tuple[()], chunk: Sequence[jax.Array]
+    ) -> tuple[tuple[()], tuple[jax.Array, jax.Array]]:
+        logits, _ = _logits(chunk[0], gathered, options)
+        logits = logits / temperature
+        top, ids = _top_logits(logits, count, options)
+        exponentials, total, log_z = _normalizers(logits, options)
+        rest = _log_rest(exponentials, total, ids, options)
+        scores = jnp.concatenate([top - log_z[..., None], rest[..., None]], -1)
+        return carry, (_own_rows(ids, options), _own_rows(scores, options))
+
+    _, (ids, scores) = _over_chunks(score, (), (x,), options)
+    ids, scores = (
+        _unfold(_from_chunks(y, x, options), x_BSD.shape) for y in (ids, scores)
+    )
+    return ids, scores
+
+
 def _in_chunks(
     arrays: tuple[jax.Array, ...],
     head: nnx.Variable[jax.Array],
@@ -129,7 +236,7 @@ def _in_chunks(
     """Folds the arrays and pads them to whole chunks.
 
     Args:
-      arrays: hidden states, targets, and possibly weights.
+      arrays: hidden states, and arrays [B, S] or [B, S, k] of their tokens.
       head: head of the model.
       tied: whether the head is an embedding table.
       z_loss: factor of the z loss.
@@ -142,7 +249,7 @@ def _in_chunks(
     x_BSD, *token_arrays = arrays
     dims = x_BSD.shape
     chex.assert_rank([x_BSD, head[...]], [3, 2])
-    chex.assert_shape(token_arrays, dims[:2])
+    chex.assert_equal_shape_prefix([x_BSD, *token_arrays], 2)
     chex.assert_axis_dimension(head[...], 1 if tied else 0, dims[2])
     shards, parts = _shards(dims)
     folded = [_fold(array, shards, parts) for array in arrays]
@@ -160,8 +267,6 @@ def _in_chunks(
         parts=1 if axis else _parts_of_vocabulary(vocabulary, parts),
         axis=axis,
     )
-    if len(folded) == 3:
-        folded[2] = folded[2].astype(jnp.float32)
     if padding:  # the last chunk is padded with tokens of weight 0
         widths = [(0, 0), (0, padding), (0, 0)]
         folded = [jnp.pad(array, widths[: array.ndim]) for array in folded]
@@ -418,11 +523,7 @@ def _scores_backward(
     ) -> tuple[jax.Array, jax.Array]:
         x, targets, scores, dscores = chunk
         logits, slope = _logits(x, head, options)
-        _, is_target = _target_logits(logits, targets, options)
-        dlog_p = dscores[..., :1]
-        dlog_z = dscores[..., 1:]
-        probability = jnp.exp(logits - scores[..., 1:])
-        dlogits = probability * (dlog_z - dlog_p) + jnp.where(is_target, dlog_p, 0)
+        dlogits = _target_gradient(logits, targets, scores[..., 1:], dscores, options)
         dx, chunk_dhead = _pull_back(x, dlogits, slope, head, options)
         return dhead + chunk_dhead, dx
 
@@ -434,6 +535,139 @@ def _scores_backward(
 
 
 _target_scores.defvjp(_scores_forward, _scores_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _bucket_scores(
+    x: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    ids: jax.Array,
+    options: LossOptions,
+    temperature: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the scores of buckets.
+
+    Returns:
+      Log p(target), log(Z), and the log-probabilities of k tokens and of the others at
+      the temperature, [batch, S, k + 3]. Log(Z) at the temperature, [batch, S, 1],
+      which must not be differentiated.
+    """
+    head = _gather_head(kernel, x.dtype, options)
+
+    def score(
+        carry: tuple[()], chunk: Sequence[jax.Array]
+    ) -> tuple[tuple[()], tuple[jax.Array, jax.Array]]:
+        x, targets, ids = chunk
+        logits, _ = _logits(x, head, options)
+        exponentials, total, log_z = _normalizers(logits, options)
+        target_logits, _ = _target_logits(logits, targets, options)
+        scores = [(target_logits - log_z)[..., None], log_z[..., None]]
+        if temperature != 1:
+            logits = logits / temperature
+            exponentials, total, log_z = _normalizers(logits, options)
+        scores.append(_pick(logits, ids, options) - log_z[..., None])
+        scores.append(_log_rest(exponentials, total, ids, options)[..., None])
+        joined = jnp.concatenate(scores, -1)
+        return carry, (_own_rows(joined, options), _own_rows(log_z[..., None], options))
+
+    _, (scores, log_z) = _over_chunks(score, (), (x, targets, ids), options)
+    return _from_chunks(scores, x, options), _from_chunks(log_z, x, options)
+
+
+# x, the head's kernel, targets, ids, scores, log(Z) at the temperature
+_BucketResiduals = tuple[
+    jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array
+]
+
+
+def _buckets_forward(
+    x: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    ids: jax.Array,
+    options: LossOptions,
+    temperature: float,
+) -> tuple[tuple[jax.Array, jax.Array], _BucketResiduals]:
+    scores, log_z = _bucket_scores(x, kernel, targets, ids, options, temperature)
+    return (scores, log_z), (x, kernel, targets, ids, scores, log_z)
+
+
+def _buckets_backward(
+    options: LossOptions,
+    temperature: float,
+    residuals: _BucketResiduals,
+    cotangents: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, None, None]:
+    x, kernel, targets, ids, scores, log_z = residuals
+    head = _gather_head(kernel, x.dtype, options)
+
+    def add(
+        dhead: jax.Array, chunk: Sequence[jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        x, targets, ids, scores, log_z, dscores = chunk
+        logits, slope = _logits(x, head, options)
+        dlogits = _target_gradient(
+            logits, targets, scores[..., 1:2], dscores[..., :2], options
+        )
+        dlogits += _bucket_gradient(
+            logits / temperature,
+            ids,
+            (scores[..., -1:], log_z),
+            dscores[..., 2:],
+            options,
+        ) / jnp.float32(temperature)
+        dx, chunk_dhead = _pull_back(x, dlogits, slope, head, options)
+        return dhead + chunk_dhead, dx
+
+    start = _zero_head(kernel.shape, options)
+    arrays = (x, targets, ids, scores, log_z, cotangents[0])
+    dhead, dx = _over_chunks(add, start, arrays, options)
+    dx, gradient = _finish_gradients(dx, dhead, x, kernel, options)
+    return dx, gradient, None, None
+
+
+_bucket_scores.defvjp(_buckets_forward, _buckets_backward)
+
+
+def _target_gradient(
+    logits: jax.Array,
+    targets: jax.Array,
+    log_z: jax.Array,
+    dscores: jax.Array,
+    options: LossOptions,
+) -> jax.Array:
+    """Computes the gradient of the logits from those of log p(target) and log(Z)."""
+    _, is_target = _target_logits(logits, targets, options)
+    dlog_p = dscores[..., :1]
+    dlog_z = dscores[..., 1:]
+    probability = jnp.exp(logits - log_z)
+    return probability * (dlog_z - dlog_p) + jnp.where(is_target, dlog_p, 0)
+
+
+def _bucket_gradient(
+    logits: jax.Array,
+    ids: jax.Array,
+    log_scores: tuple[jax.Array, jax.Array],
+    dscores: jax.Array,
+    options: LossOptions,
+) -> jax.Array:
+    """Computes the gradient of logits, divided by the temperature, from the buckets'.
+
+    Args:
+      logits: logits at the temperature, [(G,) R, V].
+      ids: tokens [(G,) R, k].
+      log_scores: log-probability of the last bucket, and log(Z), [(G,) R, 1] each.
+      dscores: gradients of the buckets' log-probabilities, [(G,) R, k + 1].
+      options: options of the loss.
+    """
+    log_rest, log_z = log_scores
+    log_p = logits - log_z
+    dlogits = -jnp.exp(log_p) * dscores.sum(-1, keepdims=True)
+    in_rest = ~_are_listed(logits, ids, options)
+    share_of_rest = jnp.exp(jnp.where(in_rest, log_p - log_rest, -jnp.inf))
+    dlogits += share_of_rest * dscores[..., -1:]
+    return dlogits + _put(logits, ids, dscores[..., :-1], options)
 
 
 def _sum_batch_shards(
@@ -552,6 +786,154 @@ def _target_logits(
     # manual over some axes.
     selected = jnp.where(is_target, logits, 0).sum(-1)
     return _reduce_parts(execution.sum_over, selected, options), is_target
+
+
+# --- some tokens of the vocabulary ----------------------------------------------------
+
+# Each device handles the tokens of its own part of the vocabulary. XLA's partitioner
+# would gather the logits for a top-k, and aborts on some look-ups along a dim that it
+# splits.
+
+
+def _log_rest(
+    exponentials: jax.Array, total: jax.Array, ids: jax.Array, options: LossOptions
+) -> jax.Array:
+    """Computes the log-probability [(G,) R] of all tokens that are not listed.
+
+    It is a sum of its own. One minus the sum of the others would lose a small rest.
+
+    Args:
+      exponentials: see `_normalizers`, as `total`.
+      total: sum of the exponentials.
+      ids: listed tokens [(G,) R, k].
+      options: options of the loss.
+    """
+    is_listed = _are_listed(exponentials, ids, options)
+    rest = jnp.where(is_listed, 0, exponentials).sum(-1)
+    rest = _reduce_parts(execution.sum_over, rest, options)
+    return jnp.log(jnp.maximum(rest / total[..., 0], jnp.exp(LEAST)))
+
+
+def _are_listed(logits: jax.Array, ids: jax.Array, options: LossOptions) -> jax.Array:
+    """Marks the listed tokens in this part of the vocabulary, bool [(G,) R, V]."""
+    return _put(logits, ids, jnp.ones(ids.shape, jnp.float32), options) > 0
+
+
+def _pick(logits: jax.Array, ids: jax.Array, options: LossOptions) -> jax.Array:
+    """Selects the logits of tokens [(G,) R, k]."""
+    split = _split_vocabulary(logits, options)
+
+    def pick_locally(logits: jax.Array, ids: jax.Array) -> jax.Array:
+        local, is_own = split.own_ids(ids, logits.shape[-1])
+        picked = jnp.take_along_axis(logits, local, -1, mode="clip")
+        picked = jnp.where(is_own, picked, 0)
+        return jax.lax.psum(picked, split.axes) if split.axes else picked
+
+    ids = _in_stage(ids, logits, options)
+    run = execution.per_device(pick_locally, (split.logits, split.rows), split.rows)
+    return _reduce_parts(execution.sum_over, run(logits, ids), options)
+
+
+def _put(
+    logits: jax.Array, ids: jax.Array, values: jax.Array, options: LossOptions
+) -> jax.Array:
+    """Writes values [(G,) R, k] of tokens to zeros in the shape of the logits."""
+    split = _split_vocabulary(logits, options)
+
+    def put_locally(logits: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
+        local, is_own = split.own_ids(ids, logits.shape[-1])
+        vocabulary = logits.shape[-1]
+        rows = jnp.arange(ids.size // ids.shape[-1])[:, None]
+        places = jnp.where(is_own, local, vocabulary).reshape(len(rows), -1)
+        written = jnp.zeros((len(rows), vocabulary), values.dtype)
+        added = values.reshape(places.shape)
+        return written.at[rows, places].add(added, mode="drop").reshape(logits.shape)
+
+    specs = (split.logits, split.rows, split.rows)
+    run = execution.per_device(put_locally, specs, split.logits)
+    written: jax.Array = run(logits, _in_stage(ids, logits, options), values)
+    return written
+
+
+def _top_logits(
+    logits: jax.Array, count: int, options: LossOptions
+) -> tuple[jax.Array, jax.Array]:
+    """Finds the largest logits and their tokens, [(G,) R, k] each.
+
+    Each device finds those of its own part; the largest of them are selected. Of equal
+    logits the first token is selected.
+    """
+    split = _split_vocabulary(logits, options)
+
+    def find(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        top, ids = jax.lax.top_k(logits, min(count, logits.shape[-1]))
+        if not split.axes:
+            return top, ids
+        ids = ids + jax.lax.axis_index(split.axes) * logits.shape[-1]
+        return _largest(top, ids, split.axes, count)
+
+    run = execution.per_device(find, (split.logits,), (split.rows, split.rows))
+    top, ids = run(logits)
+    if options.axis is None:
+        return top, ids
+    ids = ids + jax.lax.axis_index(options.axis) * logits.shape[-1]
+    parts = [
+        jax.lax.all_gather(x, options.axis, axis=x.ndim - 1, tiled=True)
+        for x in (top, ids)
+    ]
+    select = execution.per_device(
+        partial(_select, count=count),
+        (split.rows, split.rows),
+        (split.rows, split.rows),
+    )
+    selected: tuple[jax.Array, jax.Array] = select(*parts)
+    return selected
+
+
+def _largest(
+    top: jax.Array, ids: jax.Array, axes: Sequence[str], count: int
+) -> tuple[jax.Array, jax.Array]:
+    """Selects the largest of the logits that the devices of some axes have found."""
+    gathered = [
+        jax.lax.all_gather(x, axes, axis=x.ndim - 1, tiled=True) for x in (top, ids)
+    ]
+    return _select(*gathered, count=count)
+
+
+def _select(
+    top: jax.Array, ids: jax.Array, *, count: int
+) -> tuple[jax.Array, jax.Array]:
+    """Selects the largest logits and their tokens."""
+    top, places = jax.lax.top_k(top, min(count, top.shape[-1]))
+    return top, jnp.take_along_axis(ids, places, -1)
+
+
+def _in_stage(ids: jax.Array, logits: jax.Array, options: LossOptions) -> jax.Array:
+    """Counts tokens from the first one of this stage's part of the vocabulary."""
+    if options.axis is None:
+        return ids
+    return ids - jax.lax.axis_index(options.axis) * logits.shape[-1]
+
+
+class _SplitVocabulary(NamedTuple):
+    """The partition of logits [(G,) R, V] over devices."""
+
+    logits: P
+    rows: P  # of arrays [(G,) R, k] of the same tokens
+    axes: tuple[str, ...]  # mesh axes that split the vocabulary
+
+    def own_ids(self, ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+        """Counts tokens from the first one of a device, and marks its own ones."""
+        if self.axes:
+            ids = ids - jax.lax.axis_index(self.axes) * size
+        return ids, (ids >= 0) & (ids < size)
+
+
+def _split_vocabulary(logits: jax.Array, options: LossOptions) -> _SplitVocabulary:
+    names = (*_row_names(options), _vocabulary(options))
+    spec = execution.current().rules.activation(names, logits.shape)
+    *rows, vocabulary = spec
+    return _SplitVocabulary(spec, P(*rows, None), sharding.axes_in(vocabulary))
 
 
 def _reduce_parts(

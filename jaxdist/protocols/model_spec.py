@@ -125,7 +125,9 @@ class ModelSpec:
             faults.append(f"{name}: frozen module {module!r} is {fault}")
         for module, spec in modules.items():
             user = f"frozen module {module!r}"
-            faults += token_faults(user, spec.model_class, spec.staged)
+            faults += token_faults(
+                user, spec.model_class, spec.staged, objective.term_methods
+            )
         if objective.base_module and not jax.tree.leaves(self.frozen):
             faults.append(
                 f"{name}: {objective.base_module!r} is the model without its adapters, "

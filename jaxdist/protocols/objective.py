@@ -7,7 +7,7 @@ a pipeline can split the policy, and gradients can cross devices once a step:
 1. `prepare` adds float fields to a batch, computed by frozen modules. It is a separate
    forward program, which runs before the policy's.
 2. `token_terms`, a method of the policy, computes values for each target, such as its
-   log-probability.
+   log-probability. An objective may call other methods (`terms_of_policy`).
 3. `sample_loss` computes a loss from the terms of one row.
 
 Letters: B samples, S sequence length, k values of a token, D model.
@@ -15,7 +15,7 @@ Letters: B samples, S sequence length, k values of a token, D model.
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,6 +38,12 @@ from jaxdist.protocols.model import (
 REQUIRED = (
     "loss(self, batch, key) -> a scalar mean, (sum, count), or (sum, count, aux, stats)"
 )
+# Forms of the methods that compute terms, for messages.
+TERM_METHODS = {
+    "token_terms": "token_terms(self, x, batch) -> {name: [B, S] or [B, S, k]}",
+    "bucket_scores": "bucket_scores(self, x, batch, ids, temperature) -> BucketScores",
+    "top_scores": "top_scores(self, x, count, temperature) -> (ids, scores)",
+}
 # A field [B] of a batch, the same for all rows: number of targets in the whole batch,
 # divided by the objective's count. See `TokenObjective.row_losses`.
 TARGETS_PER_COUNT = "targets_per_count"
@@ -45,7 +51,7 @@ TARGETS_PER_COUNT = "targets_per_count"
 # the whole batch, divided by that of the term. See `TokenObjective.aux_counts`.
 COUNT_PER_AUX = "count_per_aux/"
 Terms = dict[str, jax.Array]  # name -> float32 [B, S] or [B, S, k]
-# A frozen module in `prepare`: computes its `token_terms` for a batch.
+# A frozen module in `prepare`: computes its terms for a batch (`terms_of_module`).
 FrozenModule = Callable[[Batch], Terms]
 
 
@@ -62,10 +68,13 @@ class Objective(ABC):
       counts_targets: whether the count is the sum of the targets' weights. Aux terms of
         blocks (losses of routers) are sums over tokens and need this divisor. A
         subclass with another count must override it.
+      term_methods: names of the methods that `terms_of_policy` and `terms_of_module`
+        call. The policy and the frozen modules must have them.
     """
 
     sums_over_samples: ClassVar[bool] = False
     counts_targets: ClassVar[bool] = False
+    term_methods: ClassVar[tuple[str, ...]] = ("token_terms",)
 
     @classmethod
     def adds_up_samples(cls) -> bool:
@@ -112,6 +121,14 @@ class Objective(ABC):
           Float fields [B, S] or [B, S, k], with names that the batch does not have.
         """
         return {}
+
+    def terms_of_module(self, module: Any, x: jax.Array, batch: Batch) -> Terms:
+        """Computes the terms of a frozen module from its last block's output [B, S, D].
+
+        `prepare` gets them. By default, they are the module's `token_terms`.
+        """
+        terms: Terms = module.token_terms(x, batch)
+        return terms
 
     def batch_loss(
         self,
@@ -208,9 +225,17 @@ class TokenObjective(Objective):
           reported with the loss.
         """
 
+    def terms_of_policy(self, policy: Any, x: jax.Array, batch: Batch) -> Terms:
+        """Computes the terms for `sample_loss` from the last block's output [B, S, D].
+
+        By default, they are the policy's `token_terms`.
+        """
+        terms: Terms = policy.token_terms(x, batch)
+        return terms
+
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
         """Sums the losses of all rows."""
-        terms = as_terms(policy.token_terms(x, batch), batch)
+        terms = as_terms(self.terms_of_policy(policy, x, batch), batch)
         losses = self.row_losses(terms, batch)
         total: Loss = jax.tree.map(lambda x: x.sum(0), losses)
         return total
@@ -262,7 +287,7 @@ class TokenObjective(Objective):
     def faults(self, policy: Any, staged: bool) -> Iterator[str]:
         """Yields missing parts of the policy, and options without effect."""
         name = type(self).__name__
-        yield from token_faults(name, type(policy), staged)
+        yield from token_faults(name, type(policy), staged, self.term_methods)
         options = policy.head_only() if hasattr(policy, "head_only") else []
         for option in options:
             yield (
@@ -296,28 +321,32 @@ class WholeModel(Objective):
         yield from _loss_faults(type(policy))
 
 
-def token_faults(user: str, model_class: type, staged: bool) -> Iterator[str]:
+def token_faults(
+    user: str, model_class: type, staged: bool, methods: Sequence[str]
+) -> Iterator[str]:
     """Yields the reasons why a model cannot compute terms for each target.
 
     Args:
       user: the objective or module that needs the terms, for the messages.
       model_class: class of the model.
       staged: whether the model has embed, a stack of blocks, and head.
+      methods: methods that compute the terms (`Objective.term_methods`).
     """
     name = model_class.__name__
     if not staged:
         yield f"{user}: {name} needs embed, a stack of blocks, and head"
-    elif not callable(getattr(model_class, "token_terms", None)):
-        yield (
-            f"{user}: {name} has no method `token_terms`; required: "
-            f"token_terms(self, x, batch) -> {{name: [B, S] or [B, S, k]}}"
-        )
+        return
+    for method in methods:
+        if callable(getattr(model_class, method, None)):
+            continue
+        required = TERM_METHODS.get(method, f"{method}, which the objective calls")
+        yield f"{user}: {name} has no method `{method}`; required: {required}"
 
 
-def module_terms(module: Any, batch: Batch) -> Terms:
-    """Computes the token terms of a frozen module for a batch."""
+def module_terms(objective: Objective, module: Any, batch: Batch) -> Terms:
+    """Computes the terms of a frozen module for a batch."""
     x = staged_output(module, batch, None).x
-    return as_terms(module.token_terms(x, batch), batch)
+    return as_terms(objective.terms_of_module(module, x, batch), batch)
 
 
 def as_terms(terms: Mapping[str, Any], batch: Batch) -> Terms:

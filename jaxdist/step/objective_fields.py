@@ -41,11 +41,13 @@ def abstract_batch(spec: ModelSpec, batch: Mapping[str, Any]) -> dict[str, Any]:
         arrays: Mapping[str, Tree], policy: tuple[Tree, Tree, Tree], batch: Batch
     ) -> Terms:
         modules: dict[str, FrozenModule] = {
-            name: partial(module_terms, module.assemble({}, {}, arrays[name]))
+            name: partial(
+                module_terms, spec.objective, module.assemble({}, {}, arrays[name])
+            )
             for name, module in spec.modules.items()
         }
         if spec.objective.base_module:
-            base = partial(module_terms, spec.assemble(*policy))
+            base = partial(module_terms, spec.objective, spec.assemble(*policy))
             modules[spec.objective.base_module] = base
         added = (
             objective_fields(spec, modules, batch) if spec.objective.prepares else {}
@@ -124,11 +126,13 @@ def aux_over_targets(spec: ModelSpec, batch: Batch) -> list[str]:
 
 def _policy_outputs(spec: ModelSpec, batch: Batch) -> tuple[Terms, Terms]:
     """Describes the aux terms of the policy's blocks, and the policy's terms."""
+    objective = spec.objective
+    assert isinstance(objective, TokenObjective)
 
     def outputs(arrays: tuple[Tree, Tree, Tree], batch: Batch) -> tuple[Terms, Terms]:
         model = spec.assemble(*arrays)
         x, aux, _ = staged_output(model, batch, None)
-        return aux, as_terms(model.token_terms(x, batch), batch)
+        return aux, as_terms(objective.terms_of_policy(model, x, batch), batch)
 
     arrays = (spec.trainable, spec.model_state, spec.frozen)
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}

@@ -21,6 +21,7 @@ from jaxdist.parallel.pipeline.stage_params import StageParams
 from jaxdist.protocols.model import Batch, Loss
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.protocols.objective import (
+    Objective,
     Terms,
     as_terms,
     module_terms,
@@ -67,7 +68,8 @@ def build_prepare(
     if base_name:
         called[base_name] = spec
     terms = {
-        name: build_terms(module, staging, compute) for name, module in called.items()
+        name: build_terms(spec.objective, module, staging, compute)
+        for name, module in called.items()
     }
 
     def prepare(modules: Tree, policy: Arrays, batch: Batch) -> tuple[Arrays, Batch]:
@@ -107,30 +109,35 @@ def _base_of(policy: Arrays) -> Arrays:
     return jax.tree.map(jnp.zeros_like, trainable), model_state, frozen
 
 
-def build_terms(spec: ModelSpec, staging: Staging | None, compute: str) -> TermsOf:
-    """Builds the function that computes a model's token terms without gradients.
+def build_terms(
+    objective: Objective, spec: ModelSpec, staging: Staging | None, compute: str
+) -> TermsOf:
+    """Builds the function that computes a model's terms without gradients.
 
     Args:
+      objective: the objective, which chooses the terms (`terms_of_module`).
       spec: the model with flat blocks.
       staging: the pipeline's partition of any model; None: no pipeline.
       compute: dtype of matrix products and activations.
     """
     if staging is None:
-        return _whole_terms(spec, compute)
-    return _pipelined_terms(spec, staging.for_model(spec), compute)
+        return _whole_terms(objective, spec, compute)
+    return _pipelined_terms(objective, spec, staging.for_model(spec), compute)
 
 
-def _whole_terms(module: ModelSpec, compute: str) -> TermsOf:
+def _whole_terms(objective: Objective, module: ModelSpec, compute: str) -> TermsOf:
     """Builds the function that computes a module's terms without a pipeline."""
 
     def terms_of(arrays: Arrays, batch: Batch) -> Terms:
         model = assemble_model(module, compute, *arrays, key=None)
-        return module_terms(model, batch)
+        return module_terms(objective, model, batch)
 
     return terms_of
 
 
-def _pipelined_terms(module: ModelSpec, staging: Staging, compute: str) -> TermsOf:
+def _pipelined_terms(
+    objective: Objective, module: ModelSpec, staging: Staging, compute: str
+) -> TermsOf:
     """Builds the function that computes a module's terms in a pipeline."""
     program = staging.program()
     by_stage = staging.spec_by_stage(module)
@@ -142,7 +149,7 @@ def _pipelined_terms(module: ModelSpec, staging: Staging, compute: str) -> Terms
         The rows of other microbatches are zero, so the pipeline's sum over microbatches
         has the terms of all.
         """
-        terms = as_terms(model.token_terms(x, microbatch), microbatch)
+        terms = as_terms(objective.terms_of_module(model, x, microbatch), microbatch)
         rows = {}
         for name, term in terms.items():
             zeros = jnp.zeros((staging.microbatches, *term.shape), term.dtype)

@@ -170,7 +170,7 @@ def build_policy_terms(
       rules: the sharding rules.
       config: the step's settings.
     """
-    terms_of = build_terms(spec, config.staging, config.compute)
+    terms_of = build_terms(spec.objective, spec, config.staging, config.compute)
 
     def terms(state: State, batch: Batch) -> Terms:
         with execution.activate(

@@ -24,6 +24,7 @@ from jaxdist.trainer import (
     initial_weights,
     loggers,
     source_run,
+    teacher_weights,
     workdir,
 )
 from jaxdist.trainer.default_workdir import default_workdir
@@ -114,6 +115,9 @@ def parse(
         trained_with = initial_weights.apply_config(
             config, sources, set_keys=overrides, before=before
         )
+    if teacher_weights.is_needed(config):
+        before = _config_in_workdir(flags, _target_of(config))
+        teacher_weights.apply_config(config, weight_sources, before)
     run = from_config(config)
     if _trains(flags):
         fine_tuning.check(run, set_keys, trained_with)

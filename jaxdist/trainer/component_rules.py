@@ -9,6 +9,7 @@ from jaxdist.objectives.config import objective_faults
 from jaxdist.optim.config import warmup_faults
 from jaxdist.step.update import offload_obstacle
 from jaxdist.trainer.run_config import AUTO, RunConfig
+from jaxdist.trainer.teacher_model import teacher_faults
 
 # largest number of elements: more than any machine holds, and its bytes fit 64 bits
 LARGEST = 2**48
@@ -61,7 +62,7 @@ def component_faults(config: RunConfig) -> Iterator[str]:
 
 
 def model_faults(config: RunConfig) -> list[str]:
-    """Lists faults that keep the model from being described: options, patterns, sizes."""
+    """Lists faults that keep models from being described: options, patterns, sizes."""
     faults = registry.option_faults(config.model_class, config.model_options)
     # These groups have patterns, which choose parameters of the model.
     for part in ("lora", "optimizer", "sharding"):
@@ -73,7 +74,7 @@ def model_faults(config: RunConfig) -> list[str]:
         has_adapters=config.lora.rank > 0,
         head=config.model.get("head"),
     )
-    return [*faults, *_size_faults(config)]
+    return [*faults, *_size_faults(config), *teacher_faults(config)]
 
 
 def _size_faults(config: RunConfig) -> Iterator[str]:

@@ -73,7 +73,12 @@ def _pipeline_faults(composition: Composition) -> Iterator[str]:
     if cut is None:
         return
     if composition.spec.staged:
-        yield from cut.faults()
+        own = list(cut.faults())
+        yield from own
+        for name, module in composition.spec.modules.items():
+            for fault in cut.for_model(module).faults():
+                if fault not in own:
+                    yield f"frozen module {name}: {fault}"
         return
     model = composition.config.model
     name = model.get("name", model["target"])

@@ -13,7 +13,7 @@ from jaxdist.optim.roles import role_of
 from jaxdist.parallel import execution
 from jaxdist.protocols.dim_names import Names, has_experts
 from jaxdist.protocols.model_spec import ModelSpec, Tree
-from jaxdist.protocols.objective import Terms, module_terms
+from jaxdist.protocols.objective import Objective, Terms, module_terms
 from jaxdist.step.forward_program import forward_program
 from jaxdist.telemetry import flops
 from jaxdist.telemetry.metrics import Throughput
@@ -64,16 +64,20 @@ def model_flops(config: RunConfig, spec: ModelSpec) -> dict[str, float]:
     The policy without its adapters counts as such a module.
     """
     parts = [policy_flops(config, spec)]
-    parts += [module_flops(config, module) for module in spec.modules.values()]
+    parts += [
+        module_flops(config, module, spec.objective) for module in spec.modules.values()
+    ]
     if spec.objective.base_module:
-        parts.append(module_flops(config, spec.all_frozen()))
+        parts.append(module_flops(config, spec.all_frozen(), spec.objective))
     return {
         convention: math.fsum(part[convention] for part in parts)
         for convention in _CONVENTIONS
     }
 
 
-def module_flops(config: RunConfig, module: ModelSpec) -> dict[str, float]:
+def module_flops(
+    config: RunConfig, module: ModelSpec, objective: Objective
+) -> dict[str, float]:
     """Counts the model FLOPs per target of a frozen module's forward pass.
 
     They are a third of the FLOPs that its ops declare for forward and backward. If it
@@ -87,7 +91,7 @@ def module_flops(config: RunConfig, module: ModelSpec) -> dict[str, float]:
         }
 
     def terms(frozen: Tree, batch: Mapping[str, jax.Array]) -> Terms:
-        return module_terms(module.assemble({}, {}, frozen), batch)
+        return module_terms(objective, module.assemble({}, {}, frozen), batch)
 
     with execution.activate(compute=config.precision.compute):
         program = jax.make_jaxpr(terms)(module.frozen, batch_shapes(config, 1))

@@ -129,7 +129,7 @@ def _forward_and_backward(
             model = spec.assemble(trainable, model_state, frozen)
             x = embed(model, batch)
             if isinstance(spec.objective, TokenObjective):
-                return model.token_terms(x, batch)
+                return spec.objective.terms_of_policy(model, x, batch)
             return model.head(x, batch)
 
         counted = jaxpr_flops(

@@ -44,15 +44,15 @@ def check(
     place = config.objective.reference_from
     if not place or has_steps(workdir.checkpoints_folder(folder, config)):
         return
-    folder_of_place = Path(place).expanduser()
-    source_config = _config_of(config)
-    (source,) = initial_weights.chosen_sources(source_config, weight_sources)
+    source_run = _config_of(config)
+    (source,) = initial_weights.chosen_sources(source_run, weight_sources)
     set_keys: tuple[str, ...] = ()
-    if _is_huggingface(place) and not _has_tokenizer(folder_of_place):
+    tokenizer_file = Path(place).expanduser() / tokenizer.TOKENIZER_FILE
+    if is_huggingface(place) and not tokenizer_file.is_file():
         # without a tokenizer of its own, it is taken to have that of the run
         set_keys = ("data.tokenizer",)
     try:
-        implied = source.config_of(schema.to_config_dict(source_config), set_keys)
+        implied = source.config_of(schema.to_config_dict(source_run), set_keys)
     except ConfigError as error:
         raise _with_key(error, source, place) from error
     faults = [
@@ -60,7 +60,7 @@ def check(
         f"with the run's model"
         for fault in differing_values(config.model_options, implied.model)
     ]
-    if not _is_same_tokenizer(config, implied.tokenizer):
+    if not is_same_tokenizer(config, implied.tokenizer):
         faults.append(
             f"data.tokenizer={config.data.tokenizer}, there {implied.tokenizer} "
             f"({KEY}={place}): other tokens; give a reference with the run's tokenizer"
@@ -85,7 +85,7 @@ def module_values(
         return {}
     abstract = built.views.abstract
     arrays = abstract._replace(trainable={}, frozen=abstract.modules[REFERENCE])
-    values = _load(_config_of(config), arrays, weight_sources)
+    values = load(_config_of(config), arrays, weight_sources)
     return {f"{MODULES}/{REFERENCE}/{path}": x for path, x in values.items()}
 
 
@@ -95,34 +95,61 @@ def state(
     """Makes a state with the weights of the reference, and new adapters."""
     arrays = built.views.abstract
     new_adapters = dataclasses.replace(config.lora, from_peft="")
-    source_config = compose.with_overrides(_config_of(config), {"lora": new_adapters})
-    made: State = built.init(_load(source_config, arrays, weight_sources))
+    source_run = compose.with_overrides(_config_of(config), {"lora": new_adapters})
+    made: State = built.init(load(source_run, arrays, weight_sources))
     return made
 
 
-def _load(
-    config: RunConfig, arrays: State, weight_sources: Sequence[WeightSource]
+def load(
+    config: RunConfig,
+    arrays: State,
+    weight_sources: Sequence[WeightSource],
+    key: str = KEY,
 ) -> dict[str, Any]:
-    """Reads the weights that a config starts from, into arrays with shardings."""
+    """Reads the weights that a config starts from, into arrays with shardings.
+
+    Args:
+      config: config of a run that starts from the weights.
+      arrays: the arrays with flat layers, as ShapeDtypeStructs.
+      weight_sources: sources in addition to those of the core.
+      key: the key that names the weights, for errors.
+    """
     (source,) = initial_weights.chosen_sources(config, weight_sources)
     try:
         return source.open(Target(config, arrays)).load().values
     except ConfigError as error:
         place = config.init.from_run or config.init.from_huggingface
-        raise _with_key(error, source, place) from error
+        raise _with_key(error, source, place, key) from error
 
 
 def _config_of(config: RunConfig) -> RunConfig:
     """Makes the config of a run that starts from the reference's weights."""
-    place = config.objective.reference_from
-    init = InitConfig(from_run=place)
-    if _is_huggingface(place):
-        init = InitConfig(from_huggingface=place)
-    changes = {"init": init, "lora": LoraConfig(), "objective": ObjectiveConfig()}
+    return source_config(config, config.objective.reference_from)
+
+
+def source_config(config: RunConfig, place: str) -> RunConfig:
+    """Makes the config of a run that trains all weights, starting from a folder.
+
+    Args:
+      config: config of a run with the folder's model.
+      place: folder of a Hugging Face model or of a run.
+    """
+    changes = {
+        "init": init_from(place),
+        "lora": LoraConfig(),
+        "objective": ObjectiveConfig(),
+    }
     return compose.with_overrides(config, changes)
 
 
-def _is_huggingface(place: str) -> bool:
+def init_from(place: str) -> InitConfig:
+    """Makes the settings of a start from the folder of a Hugging Face model or a run."""
+    if is_huggingface(place):
+        return InitConfig(from_huggingface=place)
+    return InitConfig(from_run=place)
+
+
+def is_huggingface(place: str) -> bool:
     """Checks whether a place is the folder of a Hugging Face model, not of a run."""
     try:
         document = read_json(Path(place).expanduser() / "config.json", dict)
@@ -131,22 +158,21 @@ def _is_huggingface(place: str) -> bool:
     return "model_type" in document
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    return (folder / tokenizer.TOKENIZER_FILE).is_file()
-
-
-def _with_key(error: ConfigError, source: WeightSource, place: str) -> ConfigError:
-    """Makes an error of a source speak of this key."""
-    faults = [fault.replace(source.key, KEY) for fault in error.faults]
+def _with_key(
+    error: ConfigError, source: WeightSource, place: str, key: str = KEY
+) -> ConfigError:
+    """Makes an error of a source speak of another key."""
+    faults = [fault.replace(source.key, key) for fault in error.faults]
     if not Path(place.partition("@")[0]).expanduser().exists():
         faults = [
-            f"{KEY}={place}: there is no such folder; give the folder of a run, or of a "
+            f"{key}={place}: there is no such folder; give the folder of a run, or of a "
             f"Hugging Face model (`hf download OWNER/MODEL --local-dir FOLDER` makes one)"
         ]
     return ConfigError(faults)
 
 
-def _is_same_tokenizer(config: RunConfig, other: str) -> bool:
+def is_same_tokenizer(config: RunConfig, other: str) -> bool:
+    """Checks whether a run's tokenizer and another one have the same tokens."""
     name = config.data.tokenizer
     if name == other:
         return True

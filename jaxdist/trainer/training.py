@@ -35,6 +35,7 @@ from jaxdist.trainer import (
     reporting,
     restore,
     run_loop,
+    teacher_weights,
     validation,
 )
 from jaxdist.trainer.callbacks import Callback, CallbackList, TrainResult
@@ -117,6 +118,7 @@ def train(
         config, devices, with_data=inputs.dataset is None, build=inputs.build
     )
     reference_weights.check(config, folder, weight_sources)
+    teacher_weights.check(config, folder, weight_sources)
     all_callbacks.check(config)
     signals = StopSignals()
     with contextlib.ExitStack() as stack, all_callbacks.enter_others():
@@ -175,7 +177,8 @@ def train(
                     sources,
                     inputs.build,
                     inputs.initial,
-                    reference_weights.module_values(config, built, weight_sources),
+                    reference_weights.module_values(config, built, weight_sources)
+                    | teacher_weights.module_values(config, built, weight_sources),
                 )
                 if not has_another:
                     settle(initial.state)

@@ -89,6 +89,7 @@ def _check_loss(composition: Composition, *, from_caller: bool) -> None:
         config.optimizer.frozen,
         config.lora,
         config.init,
+        config.objective,
         composition.total_microbatches,
         stages,
     )

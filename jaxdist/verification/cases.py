@@ -18,6 +18,7 @@ from jaxdist.protocols.dim_names import FSDP_NAME
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.trainer import compose, validation
 from jaxdist.trainer.run_config import Build, RunConfig
+from jaxdist.trainer.teacher_model import as_text, teacher_config
 
 JITTER = 0.05  # standard deviation of the noise added to initial parameters
 MOMENT = 1e-3  # mean of the initial optimizer moments
@@ -94,7 +95,53 @@ def shrink_config(
         run = compose.with_overrides(run, {"data": data})
     new |= _tiny_model(run, length, num_devices, build)
     changed = {path: value for path, value in new.items() if old[path] != value}
-    return compose.with_overrides(run, changed), _change_lines(old, changed)
+    lines = _change_lines(old, changed)
+    run = compose.with_overrides(run, changed)
+    if run.objective.name == "distill":
+        run, more = _with_tiny_teacher(run, length, num_devices)
+        lines += more
+    return run, lines
+
+
+def _with_tiny_teacher(
+    run: RunConfig, length: int, num_devices: int
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """Shrinks the teacher of a run; without one, it is a model like the run's.
+
+    Its depth gives each place of all pipelines a layer.
+
+    Args:
+      run: the config with a shrunk model.
+      length: the shrunk sequence length.
+      num_devices: a divisor of the dims that layouts split.
+
+    Returns:
+      The run, and the lines of changes.
+    """
+    teacher = run
+    if run.objective.teacher_model:
+        teacher = teacher_config(run)
+    old = schema.flatten(schema.to_config_dict(teacher))
+    new = _tiny_model(teacher, length, num_devices, None)
+    new |= {"model.vocab_size": run.vocab_size}
+    shrunk = compose.with_overrides(teacher, new)
+    if "num_layers" in shrunk.model:
+        mesh = run.mesh.pipeline * run.pipeline.chunks
+        places = math.lcm(8, mesh) if mesh > 0 else 8
+        depth = {"model.num_layers": _layers_on(shrunk, places)}
+        new |= depth
+        shrunk = compose.with_overrides(shrunk, depth)
+    top_k = min(run.objective.top_k, run.vocab_size or 1)
+    run = compose.with_overrides(
+        run,
+        {
+            "objective.teacher_model": as_text(shrunk.model),
+            "objective.top_k": top_k,
+        },
+    )
+    changed = {path: x for path, x in new.items() if old[path] != x}
+    lines = (line.replace("model:", "teacher:") for line in _change_lines(old, changed))
+    return run, tuple(lines)
 
 
 def _tiny_model(

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxdist.ops.cross_entropy import cross_entropy, target_scores
+from jaxdist.ops.cross_entropy import (
+    LEAST,
+    bucket_scores,
+    cross_entropy,
+    target_scores,
+    top_scores,
+)
 from jaxdist.ops.dense_matmul import sum_in_shards
 from jaxdist.ops.embedding import embed
 from jaxdist.ops.matmul import project
@@ -393,6 +399,117 @@ def test_scores_of_targets_equal_the_formula(layout, variant):
 def test_scores_of_targets_as_written_for_a_tpu(layout, variant, monkeypatch):
     monkeypatch.setattr(execution.Execution, "platform", "tpu")
     test_scores_of_targets_equal_the_formula(layout, variant)
+
+
+K = 7
+
+
+def _logits_by_formula(p, x, head_name, options):
+    head = p[head_name].T if options.get("tied") else p[head_name]
+    logits = x @ head
+    cap = options.get("softcap")
+    return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def _score_buckets(head_name, temperature, options):
+    options = {name: x for name, x in options.items() if name != "z_loss"}
+
+    def loss_of(log_p, log_z, buckets, weights):
+        spread = (weights[..., None] * jnp.tanh(buckets / 4) ** 2).sum()
+        return _curved(log_p, log_z, weights) + 0.3 * spread
+
+    def ours(p, x, targets, weights, ids):
+        scores = bucket_scores(
+            x, p[head_name], targets, ids, temperature=temperature, **options
+        )
+        return loss_of(*scores, weights), tuple(scores)
+
+    def plain(p, x, targets, weights, ids):
+        logits = _logits_by_formula(p, x, head_name, options)
+        log_p = jax.nn.log_softmax(logits)
+        of_target = jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+        warm = jax.nn.log_softmax(logits / temperature)
+        listed = (ids[..., None] == jnp.arange(V)).any(-2)
+        rest = jax.nn.logsumexp(jnp.where(listed, -jnp.inf, warm), -1, keepdims=True)
+        of_ids = jnp.take_along_axis(warm, ids, -1)
+        buckets = jnp.concatenate([of_ids, rest], -1)
+        log_z = jax.nn.logsumexp(logits, -1)
+        return loss_of(of_target, log_z, buckets, weights), (of_target, log_z, buckets)
+
+    return ours, plain
+
+
+OF_BUCKETS = [
+    ("one", "chunks"),
+    ("one", "softcap"),
+    ("mixed", "tied"),
+    ("tensor", "chunks"),
+    ("split", "tied"),
+    ("split_4", "chunks"),
+    ("indivisible", "chunks"),
+]
+
+
+@pytest.mark.parametrize(("layout", "variant"), OF_BUCKETS)
+def test_scores_of_buckets_equal_the_formula(layout, variant):
+    options = VARIANTS[variant]
+    head = "table" if options.get("tied") else "head"
+    ids = np.argsort(np.random.default_rng(2).random((B, S, V)), -1)[..., :K]
+    inputs = (arrays()["x"], arrays()["indices"], arrays()["weights"])
+    compare(
+        *_score_buckets(head, 1.0 if variant == "tied" else 2.5, options),
+        (LAYOUTS | SPLIT)[layout],
+        [head],
+        *inputs,
+        ids.astype(np.int32),
+        limit=3e-6,
+    )
+
+
+@pytest.mark.parametrize(("layout", "variant"), [("mixed", "tied"), ("split", "tied")])
+def test_scores_of_buckets_as_written_for_a_tpu(layout, variant, monkeypatch):
+    monkeypatch.setattr(execution.Execution, "platform", "tpu")
+    test_scores_of_buckets_equal_the_formula(layout, variant)
+
+
+@pytest.mark.parametrize("count", [K, V])
+@pytest.mark.parametrize(("layout", "variant"), OF_BUCKETS)
+def test_the_most_likely_tokens_are_those_of_a_sort(layout, variant, count):
+    options = {n: x for n, x in VARIANTS[variant].items() if n != "z_loss"}
+    head = "table" if options.get("tied") else "head"
+    step, placed = on_mesh(
+        lambda p, x: top_scores(x, p[head], count, temperature=2.5, **options),
+        (LAYOUTS | SPLIT)[layout],
+    )
+    x = arrays()["x"]
+    ids, scores = jax.device_get(step(*placed({head: arrays()[head]}, x)))
+    logits = _logits_by_formula({head: arrays()[head]}, x, head, options)
+    log_p = np.asarray(jax.nn.log_softmax(logits / 2.5), np.float64)
+    order = np.argsort(-log_p, -1, kind="stable")
+    np.testing.assert_array_equal(ids, order[..., :count])
+    log_p = np.take_along_axis(log_p, order, -1)
+    np.testing.assert_allclose(scores[..., :-1], log_p[..., :count], atol=1e-5)
+    if count < V:
+        rest = np.log(np.exp(log_p[..., count:]).sum(-1))
+        np.testing.assert_allclose(scores[..., -1], rest, atol=1e-5)
+    else:
+        np.testing.assert_allclose(scores[..., -1], LEAST, rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "split"])
+def test_no_device_has_all_logits_of_the_most_likely_tokens(layout):
+    def loss(p, x):
+        ids, scores = top_scores(x, p["head"], 3, chunk_tokens=3)
+        own = bucket_scores(x, p["head"], ids[..., 0], ids, chunk_tokens=3)
+        return (jnp.exp(scores) * (scores - own.buckets_BSk)).sum(), ()
+
+    step, placed = on_mesh(
+        lambda *inputs: _value_and_grad(loss, *inputs), (LAYOUTS | SPLIT)[layout]
+    )
+    inputs = placed({"head": arrays()["head"]}, arrays()["x"])
+    text = step.lower(*inputs).compile().as_text()
+    moved = [shape for *_, shape in collectives(hlo.parse(text), ("all-gather",))]
+    assert all(V not in shape for shape in moved), moved
 
 
 def test_on_a_tpu_the_heads_gradient_crosses_devices_in_shards(monkeypatch):

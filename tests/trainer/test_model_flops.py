@@ -10,6 +10,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxdist.config import files
 from jaxdist.planner import targets
 from jaxdist.planner.work import Work
+from jaxdist.protocols.objective import NextToken
 from jaxdist.telemetry.flops import (
     hlo_flops,
     is_uncounted,
@@ -158,9 +159,9 @@ def test_parameters_are_counted_as_they_are_not_as_they_are_stored(base, params)
 
 def test_a_module_that_declares_nothing_is_counted_from_its_program(run, monkeypatch):
     module = compose.model_spec(run).all_frozen()
-    declared = model_flops.module_flops(run, module)
+    declared = model_flops.module_flops(run, module, NextToken())
     monkeypatch.setattr(model_flops, "module_costs", lambda run, module: [])
-    counted = model_flops.module_flops(run, module)
+    counted = model_flops.module_flops(run, module, NextToken())
     assert counted["causal"] == counted["full"]
     assert declared["causal"] < counted["causal"] < declared["full"]
 
