@@ -175,7 +175,17 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("name", RUNS)
+# tests/objectives/test_pairs.py has all losses by hand
+QUICK = ("sigmoid", "sigmoid and sft", "orpo")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name in RUNS
+    ],
+)
 def test_losses_of_twenty_steps_are_those_of_trl(name, tmp_path):
     wanted = stored("losses.json")["runs"][name]
     values = config_of(name, rows_file(tmp_path), str(tmp_path / "cache"))
@@ -241,7 +251,9 @@ def test_contradictions_are_refused_before_anything_compiles(more, message, tmp_
 
 
 @pytest.mark.parametrize("reference", ["computed", "module"])
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+@pytest.mark.parametrize(
+    "loss", [pytest.param("sigmoid", marks=pytest.mark.slow), "ipo"]
+)
 def test_another_model_is_the_reference(loss, reference, tmp_path):
     name = f"{loss}, other reference"
     wanted = stored("losses.json")["runs"][name]

@@ -180,6 +180,52 @@ def test_the_first_loss_is_that_of_a_margin_of_zero(options, wanted, reference):
     assert found.metrics["rewards/margins"] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", ["module", "base"])
+@pytest.mark.parametrize(("options", "wanted"), AT_ZERO, ids=str)
+def test_the_first_loss_in_bfloat16(options, wanted, reference):
+    """The band is that of a step in bfloat16: two programs round apart."""
+    model = describe(
+        lora.adapted(
+            lambda rngs: Transformer(MODEL, rngs=rngs),
+            lora.LoraConfig(rank=2 if reference == "base" else 0, targets=("query",)),
+        )
+    )
+    objective = DirectPreference(**options, reference=reference)
+    found = run(
+        model.trained_for(
+            objective, {"reference": model} if reference == "module" else {}
+        ),
+        case(compute="bfloat16"),
+        two_pairs_in_a_row(),
+        evaluates=False,
+    )
+    assert found.metrics["loss"] == pytest.approx(wanted, rel=1e-2)
+
+
+@dataclass(frozen=True)
+class Linear(DirectPreference):
+    """The first-order term of the sigmoid loss at a margin of 0."""
+
+    def pair_losses(self, pairs):
+        return -0.5 * self.beta * (pairs.gain.chosen - pairs.gain.rejected)
+
+
+def test_the_first_gradient_is_its_closed_form():
+    """-log sigmoid(z) has the slope -1/2 at 0."""
+    found, wanted = (
+        run(
+            spec_for(objective(beta=0.3, reference="module"), MODEL, MODEL),
+            case(),
+            two_pairs_in_a_row(),
+            evaluates=False,
+        )
+        for objective in (DirectPreference, Linear)
+    )
+    assert float(wanted.metrics["grad_norm"]) > 1e-3
+    assert worst(found.gradients, wanted.gradients) < 1e-5
+
+
 LAYOUTS = {
     "accumulation": case({"data": 2, "fsdp": 2}, accumulation=2),
     "once": case({"data": 2, "tensor": 2}, accumulation=2, reduce="once"),

@@ -109,6 +109,39 @@ def test_an_interrupted_pass_continues_with_equal_bits(pairs, tmp_path, monkeypa
     assert [row["loss"] for row in ours] == [row["loss"] for row in theirs]
 
 
+@pytest.mark.slow
+def test_an_interrupted_pass_and_run_continue_on_another_layout(
+    pairs, tmp_path, monkeypatch
+):
+    plain = {"model__dropout": 0.0}
+    train(
+        config_of(pairs, data__cache_dir=str(tmp_path / "a"), **plain), tmp_path / "1"
+    )
+    config = config_of(pairs, data__cache_dir=str(tmp_path / "b"), **plain)
+    with monkeypatch.context() as patch:
+        count_batches(patch, fail_at=2)
+        with pytest.raises(RuntimeError, match="killed in the pass"):
+            train(config, tmp_path / "2")
+    split = config_of(
+        pairs,
+        data__cache_dir=str(tmp_path / "b"),
+        mesh__fsdp=4,
+        train__steps=4,
+        **plain,
+    )
+    train(split, tmp_path / "2", devices=8)
+    tensor = config_of(
+        pairs, data__cache_dir=str(tmp_path / "b"), mesh__tensor=2, **plain
+    )
+    train(tensor, tmp_path / "2", devices=2)
+    ours, theirs = (read_rows(tmp_path / name).train for name in ("1", "2"))
+    assert len(ours) == 8
+    np.testing.assert_allclose(
+        [row["loss"] for row in theirs], [row["loss"] for row in ours], rtol=1e-5
+    )
+
+
+@pytest.mark.slow
 def test_runs_on_the_same_weights_and_data_share_the_pass(pairs, tmp_path, monkeypatch):
     cache = {"data__cache_dir": str(tmp_path / "cache")}
     first = train(config_of(pairs, **cache), tmp_path / "1")
@@ -124,6 +157,7 @@ def test_runs_on_the_same_weights_and_data_share_the_pass(pairs, tmp_path, monke
     assert seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -147,6 +181,7 @@ def test_other_layouts_compute_the_same(pairs, tmp_path, mesh):
     np.testing.assert_allclose(found.values, wanted.values, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_is_the_reference_of_another(pairs, tmp_path):
     cache = {"data__cache_dir": str(tmp_path / "cache")}
     other = config_of(pairs, seed=3, **cache)
@@ -205,6 +240,7 @@ def test_a_missing_file_is_told_once_the_weights_have_moved_on(pairs, tmp_path):
     train(config_of(pairs, **cache), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_more_held_out_pairs_than_were_computed_are_refused(pairs, tmp_path):
     cache = {"data__cache_dir": str(tmp_path / "cache")}
     limited = config_of(pairs, train__steps=4, data__validation_tokens=20, **cache)
