@@ -264,7 +264,8 @@ def run_tests(scratch: Path, tests: Sequence[str], limit_s: float) -> Outcome:
     line = re.search(r"^(?:FAILED|ERROR) (\S+::.*)$", done.stdout, re.MULTILINE)
     if line:
         test, _, why = line[1].partition(" - ")
-        why = re.sub(r"/tmp/[^\s']*", "(path)", why.replace(str(scratch), "TREE"))
+        why = why.replace(str(scratch), "TREE").replace(sys.executable, "(python)")
+        why = re.sub(r"/tmp/[^\s']*", "(path)", why)
         return Outcome("caught", test.removeprefix("tests/"), why[:200], seconds)
     if done.returncode < 0:
         return Outcome("caught", "(crash)", f"signal {-done.returncode}", seconds)

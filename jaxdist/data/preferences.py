@@ -36,12 +36,9 @@ from jaxdist.data.splits import side_name
 from jaxdist.data.token_cache import Log
 from jaxdist.data.token_files import Pieces, TokenStore
 from jaxdist.data.tokenizer import Tokenizer
+from jaxdist.protocols.pair_segments import PAIRS_PER_ROW
 from jaxdist.storage.digest import digest
 
-# Largest number of pairs in a row. It bounds the size of sums for each pair, [batch,
-# pairs], which have a static shape on devices. Pairs of less than S / 64 predictions
-# are rare.
-PAIRS_PER_ROW = 64
 # Version of the encoding and packing rules below, a part of the keys of caches.
 _VERSION = 1
 

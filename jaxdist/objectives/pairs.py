@@ -15,9 +15,9 @@ from typing import ClassVar, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdist.data.preferences import PAIRS_PER_ROW
 from jaxdist.protocols.model import Batch, Loss
 from jaxdist.protocols.objective import FrozenModule, Terms, TokenObjective
+from jaxdist.protocols.pair_segments import PAIRS_PER_ROW
 
 # field [B, S] of a batch: the reference's log-probabilities of the targets times their
 # weights; or for each half their sum at one of its tokens

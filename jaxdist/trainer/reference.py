@@ -11,13 +11,11 @@ Letters: P pieces (halves of pairs), G rows of a batch, M halves of a row.
 
 import contextlib
 import dataclasses
-import io
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,27 +34,14 @@ from jaxdist.objectives.pairs import REFERENCE, halves
 from jaxdist.protocols.model import Batch
 from jaxdist.step.state import State
 from jaxdist.step.train_step import TrainStep
-from jaxdist.storage import atomic, run_format
 from jaxdist.storage.digest import digest
-from jaxdist.storage.untrusted import Malformed, open_regular, parse_json
 from jaxdist.telemetry.units import time_text
-from jaxdist.trainer import compose
+from jaxdist.trainer import compose, reference_file
+from jaxdist.trainer.reference_file import PLACE_COLUMNS, Stored
 from jaxdist.trainer.run_config import RunConfig
 
-FILE = "reference.npz"
 _SAVE_EVERY_S = 30.0
 _SPLITS = ("train", "validation")
-# of a piece: number of its side, file, first token, number of predictions
-_PLACE_COLUMNS = 4
-
-
-class Stored(NamedTuple):
-    """The contents of reference.npz."""
-
-    key: str  # hash of the weights, the data and the dtype
-    data: str  # fingerprint of the data
-    places: np.ndarray  # [P, 4] int64: which piece each value is of
-    values: np.ndarray  # [P] float32; NaN = not computed yet
 
 
 def needed(config: RunConfig) -> bool:
@@ -82,13 +67,13 @@ def attach_stored(config: RunConfig, folder: Path, dataset: Dataset) -> None:
     values = np.full(len(places), math.nan, np.float32)
     with coordination.raise_on_all():
         if coordination.is_lead():
-            values = _stored_values(folder / FILE, dataset, places)
+            values = _stored_values(folder / reference_file.NAME, dataset, places)
     _attach(dataset, _from_lead(values))
 
 
 def _stored_values(file: Path, dataset: Dataset, places: np.ndarray) -> np.ndarray:
     """Reads the values of all answers, [P]; see `attach_stored`."""
-    stored = _read(file)
+    stored = reference_file.read(file)
     if stored is None:
         raise ConfigError(
             f"{file} is missing or damaged: the run compares answers with its first "
@@ -143,8 +128,8 @@ def settle(
     cached = config.data.cache_folder() / f"reference-{key[:16]}.npz"
     values = np.full(len(places), math.nan, np.float32)
     if coordination.is_lead():
-        for file in (cached, folder / FILE):
-            stored = _read(file)
+        for file in (cached, folder / reference_file.NAME):
+            stored = reference_file.read(file)
             if stored is not None and stored.key == key:
                 found = _values_at(stored, places)
                 values = np.where(np.isnan(found), values, found)
@@ -153,10 +138,10 @@ def settle(
     _attach(dataset, stored.values)
     with coordination.raise_on_all():
         if coordination.is_lead():
-            _write(folder / FILE, stored)
+            reference_file.write(folder / reference_file.NAME, stored)
     if coordination.is_lead() and not cached.is_file():
         try:
-            _write(cached, stored)
+            reference_file.write(cached, stored)
         except ConfigError as error:  # other runs compute it again
             say(f"reference: not kept for other runs: {error}")
 
@@ -207,7 +192,7 @@ def _compute(
             if now - saved > _SAVE_EVERY_S:
                 # Clocks differ, so processes must not wait for each other here.
                 saved = now
-                _save_part(folder / FILE, stored)
+                _save_part(folder / reference_file.NAME, stored)
                 left = (rows_in_all - done) * (now - began) / computed
                 say(
                     f"reference: {done} of {rows_in_all} rows, about "
@@ -224,7 +209,7 @@ def _save_part(file: Path, stored: Stored) -> None:
     """Saves what is computed so far, if possible. Only the end of the pass must."""
     if coordination.is_lead():
         with contextlib.suppress(ConfigError):
-            _write(file, stored)
+            reference_file.write(file, stored)
 
 
 def _build_sums(
@@ -266,7 +251,7 @@ def _places(dataset: Dataset) -> np.ndarray:
     for side, samples in enumerate(_sides(dataset)):
         columns = [np.full(len(samples.pieces.owner), side), *samples.pieces]
         parts.append(np.stack([column.astype(np.int64) for column in columns], 1))
-    return np.concatenate(parts) if parts else np.empty((0, _PLACE_COLUMNS), np.int64)
+    return np.concatenate(parts) if parts else np.empty((0, PLACE_COLUMNS), np.int64)
 
 
 def _values_at(stored: Stored, places: np.ndarray) -> np.ndarray:
@@ -305,55 +290,3 @@ def _key(config: RunConfig, dataset: Dataset, state: State, model_class: type) -
         device.platform,
         device.device_kind,
     )
-
-
-# --- the file -------------------------------------------------------------------------
-
-
-def _read(file: Path) -> Stored | None:
-    """Reads a stored file; None if it is absent, damaged, or of another version."""
-    try:
-        with open_regular(file) as stream, np.load(stream, allow_pickle=False) as kept:
-            header = parse_json(str(kept["header"]), dict)
-            header = run_format.unmarked(header, file)
-            places = np.asarray(kept["places"])
-            values = np.asarray(kept["values"])
-    except (Malformed, run_format.OtherVersion):
-        return None
-    except Exception:  # numpy and zipfile raise many types for damaged files
-        return None
-    is_right = (
-        places.ndim == 2
-        and places.shape[1] == _PLACE_COLUMNS
-        and places.dtype == np.int64
-        and values.shape == places.shape[:1]
-        and values.dtype == np.float32
-        and isinstance(header.get("key"), str)
-        and isinstance(header.get("data"), str)
-    )
-    if not is_right:
-        return None
-    return Stored(header["key"], header["data"], places, values)
-
-
-def _write(file: Path, stored: Stored) -> None:
-    """Writes a file, as a whole or not at all.
-
-    Raises:
-      ConfigError: it cannot be written.
-    """
-    header = json.dumps(run_format.marked({"key": stored.key, "data": stored.data}))
-    content = io.BytesIO()
-    np.savez(
-        content,
-        header=np.array(header),
-        places=stored.places,
-        values=stored.values,
-    )
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_bytes(file, content.getvalue(), durable=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{file}: cannot be written ({error.strerror or error}); free or fix its disk"
-        ) from error

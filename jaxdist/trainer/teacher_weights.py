@@ -17,7 +17,7 @@ from jaxdist.models.model_values import for_logits
 from jaxdist.objectives.distill import TEACHER
 from jaxdist.step.first_state import MODULES
 from jaxdist.step.train_step import TrainStep
-from jaxdist.trainer import compose, initial_weights, reference_weights, workdir
+from jaxdist.trainer import compose, initial_weights, model_folder, workdir
 from jaxdist.trainer.run_config import RunConfig, default_config
 from jaxdist.trainer.teacher_model import KEY, as_text, teacher_config
 from jaxdist.trainer.weight_source import ImpliedConfig, WeightSource, named_place
@@ -54,7 +54,7 @@ def apply_config(
     scratch = default_config(config.model.get("target"))
     with scratch.unlocked(), scratch.ignore_type():
         scratch.data.update(config.data)
-        for key, value in vars(reference_weights.init_from(place)).items():
+        for key, value in vars(model_folder.init_from(place)).items():
             scratch.init[key] = value
     try:
         implied = _implied(place, scratch, ("data.tokenizer",), weight_sources)
@@ -95,7 +95,7 @@ def check(
     implied = _implied(
         place, schema.to_config_dict(source_config), set_keys, weight_sources
     )
-    if not reference_weights.is_same_tokenizer(config, implied.tokenizer):
+    if not model_folder.is_same_tokenizer(config, implied.tokenizer):
         raise ConfigError(
             f"data.tokenizer={config.data.tokenizer}, there {implied.tokenizer} "
             f"({KEY}={place}): other tokens; set {KEY} to a model with the run's tokenizer"
@@ -119,9 +119,7 @@ def module_values(
         model_state=trees.unflatten_names(model_state),
     )
     source_config = _source_config(config)
-    values = reference_weights.load(
-        source_config, arrays, weight_sources, "objective.teacher"
-    )
+    values = model_folder.load(source_config, arrays, weight_sources, KEY)
     return {f"{MODULES}/{TEACHER}/{path}": x for path, x in values.items()}
 
 
@@ -132,9 +130,7 @@ def _place_of(config: RunConfig) -> str:
 
 def _source_config(config: RunConfig) -> RunConfig:
     """Makes the config of a run that starts from the teacher's weights."""
-    return reference_weights.source_config(
-        teacher_config(config), config.objective.teacher
-    )
+    return model_folder.source_config(teacher_config(config), config.objective.teacher)
 
 
 def _implied(

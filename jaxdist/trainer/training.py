@@ -16,7 +16,6 @@ work of a run is done by callbacks (`trainer.callbacks`).
 """
 
 import contextlib
-import functools
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,15 +26,13 @@ import jax
 from jaxdist.step.state import State
 from jaxdist.trainer import (
     elastic,
+    first_weights,
     initial_weights,
     opening,
     preemption,
-    reference,
-    reference_weights,
     reporting,
     restore,
     run_loop,
-    teacher_weights,
     validation,
 )
 from jaxdist.trainer.callbacks import Callback, CallbackList, TrainResult
@@ -117,8 +114,7 @@ def train(
     composition = validation.validate(
         config, devices, with_data=inputs.dataset is None, build=inputs.build
     )
-    reference_weights.check(config, folder, weight_sources)
-    teacher_weights.check(config, folder, weight_sources)
+    first_weights.check(config, folder, weight_sources)
     all_callbacks.check(config)
     signals = StopSignals()
     with contextlib.ExitStack() as stack, all_callbacks.enter_others():
@@ -156,33 +152,14 @@ def train(
                 """Makes the state of a run that has not saved."""
                 if sources:
                     all_callbacks.phase("restore", 0)
-                settle = functools.partial(
-                    reference.settle,
-                    config,
-                    folder,
+                return first_weights.init(
+                    this_run,
                     dataset,
-                    built,
-                    model_class=composition.spec.model_class,
-                    say=this_run.say,
+                    sources,
+                    weight_sources,
+                    inputs,
                     on_batch=lambda: all_callbacks.phase("evaluate", 0),
                 )
-                # Another model's state is gone before that of the run is made.
-                has_another = bool(config.objective.reference_from)
-                if has_another and reference.needed(config):
-                    settle(reference_weights.state(config, built, weight_sources))
-                initial = initial_weights.init_from_sources(
-                    config,
-                    built,
-                    folder,
-                    sources,
-                    inputs.build,
-                    inputs.initial,
-                    reference_weights.module_values(config, built, weight_sources)
-                    | teacher_weights.module_values(config, built, weight_sources),
-                )
-                if not has_another:
-                    settle(initial.state)
-                return initial
 
             start = init_or_restore(
                 this_run,
@@ -192,7 +169,7 @@ def train(
                 back_to=schedule.back_to,
                 newest=schedule.newest,
             )
-            reference.attach_stored(config, folder, dataset)
+            first_weights.attach(this_run, dataset)
             if requested.train.epochs:
                 opening.store_steps(this_run, requested)
             has_begun = True

@@ -18,10 +18,18 @@ from jaxdist import library
 from jaxdist.config import ConfigError
 from jaxdist.evaluation.loading import load_run
 from jaxdist.telemetry.metrics import read_rows
-from jaxdist.trainer import reference
+from jaxdist.trainer import reference, reference_file
 from support.runs import TINY, command, run_of, start_group
 
 NUM_PAIRS = 60
+PAIRS = {
+    "batch.sequence_length": 64,
+    "objective.name": "dpo",
+    "data.source": "jsonl",
+    "data.format": "preferences",
+    "data.packing": "documents",
+    "data.validation_share": 50,
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +53,8 @@ def config_of(pairs, **changes):
         **TINY,
         "train.steps": 8,
         "train.eval_every": 4,
-        "batch.sequence_length": 64,
-        "objective.name": "dpo",
-        "data.source": "jsonl",
+        **PAIRS,
         "data.path": str(pairs),
-        "data.format": "preferences",
-        "data.packing": "documents",
-        "data.validation_share": 50,
         "optimizer.schedule": "constant",
         "optimizer.warmup_steps": 0,
         "checkpoint.every_steps": 4,
@@ -62,7 +65,7 @@ def config_of(pairs, **changes):
 
 def train(config, folder, devices=1):
     library.run(config, folder, devices=jax.devices()[:devices])
-    return reference._read(folder / reference.FILE)
+    return reference_file.read(folder / reference_file.NAME)
 
 
 def count_batches(monkeypatch, *, fail_at=None):
@@ -96,7 +99,7 @@ def test_an_interrupted_pass_continues_with_equal_bits(pairs, tmp_path, monkeypa
         with pytest.raises(RuntimeError, match="killed in the pass"):
             train(config, tmp_path / "2")
     assert len(seen) == 2
-    partial = reference._read(tmp_path / "2" / reference.FILE)
+    partial = reference_file.read(tmp_path / "2" / reference_file.NAME)
     num_missing = np.isnan(partial.values).sum()
     assert 0 < num_missing < 2 * NUM_PAIRS
     seen = count_batches(monkeypatch)
@@ -227,7 +230,7 @@ def test_a_resumed_run_and_evaluate_read_the_file(pairs, tmp_path):
 def test_a_missing_file_is_told_once_the_weights_have_moved_on(pairs, tmp_path):
     cache = {"data__cache_dir": str(tmp_path / "cache")}
     train(config_of(pairs, train__steps=4, **cache), tmp_path / "run")
-    file = tmp_path / "run" / reference.FILE
+    file = tmp_path / "run" / reference_file.NAME
     content = file.read_bytes()
     for damaged in (b"", content[:100], content[:-100]):
         file.write_bytes(damaged)
@@ -304,13 +307,8 @@ def test_processes_with_clocks_and_caches_of_their_own_agree(pairs, tmp_path):
     changes = {
         "train.steps": 4,
         "train.eval_every": 4,
-        "batch.sequence_length": 64,
-        "objective.name": "dpo",
-        "data.source": "jsonl",
+        **PAIRS,
         "data.path": str(pairs),
-        "data.format": "preferences",
-        "data.packing": "documents",
-        "data.validation_share": 50,
         "optimizer.warmup_steps": 0,
         "checkpoint.every_steps": 2,
         "mesh.fsdp": 2,
@@ -348,18 +346,13 @@ def test_kill_9_changes_no_bit(pairs, tmp_path, where):
         "train.log_every": 1,
         "train.eval_every": 4,
         "train.sample_tokens": 0,
-        "batch.sequence_length": 64,
+        **PAIRS,
+        "data.path": str(pairs),
         "batch.global_size": 8,
         "model.num_layers": 2,
         "model.d_model": 32,
         "model.d_ff": 64,
         "model.head_dim": 8,
-        "objective.name": "dpo",
-        "data.source": "jsonl",
-        "data.path": str(pairs),
-        "data.format": "preferences",
-        "data.packing": "documents",
-        "data.validation_share": 50,
         "checkpoint.every_steps": 2,
         "mesh.fsdp": 4,
     }
@@ -379,7 +372,7 @@ def test_kill_9_changes_no_bit(pairs, tmp_path, where):
     assert done.returncode == 0, done.stderr[-3000:]
     killed = start("killed", kills=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
-    assert (tmp_path / "killed" / reference.FILE).exists()
+    assert (tmp_path / "killed" / reference_file.NAME).exists()
     has_saved = any((tmp_path / "killed/checkpoints").glob("[0-9]*"))
     assert has_saved == (where == "training")
     done = start("killed", kills=False)
@@ -391,6 +384,7 @@ def test_kill_9_changes_no_bit(pairs, tmp_path, where):
         name = "loss" if rows == "train" else "eval_loss"
         assert [row[name] for row in parts] == [row[name] for row in whole]
     files = [
-        reference._read(tmp_path / n / reference.FILE) for n in ("whole", "killed")
+        reference_file.read(tmp_path / n / reference_file.NAME)
+        for n in ("whole", "killed")
     ]
     np.testing.assert_array_equal(files[0].values, files[1].values)
