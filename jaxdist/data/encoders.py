@@ -2,15 +2,35 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from jaxdist.data import token_cache, token_files, tokenizer, tokenizer_config
 from jaxdist.data.config import DataConfig
-from jaxdist.data.formats import OpenEncoder
 from jaxdist.data.sources.documents import Corpus
 from jaxdist.data.token_cache import Encoder, Log
 from jaxdist.data.tokenizer import Tokenizer
+from jaxdist.data.tokenizer_config import TokenizerConfig
 from jaxdist.storage import atomic
 from jaxdist.storage.digest import digest
+
+
+class OpenEncoder(Protocol):
+    """Function that makes the encoder of a format's documents."""
+
+    def __call__(
+        self, config: DataConfig, tokenizer: Tokenizer, folder: Path | None
+    ) -> tuple[Encoder, TokenizerConfig]:
+        """Makes the encoder, and the settings of the tokenizer that a run keeps.
+
+        Args:
+          config: settings of the data.
+          tokenizer: tokenizer of the texts.
+          folder: workdir of a run; None = no workdir.
+
+        Raises:
+          ConfigError: a setting is invalid.
+          ImportError: an extra is missing. The error names the extra.
+        """
 
 
 def open_tokenizer(
@@ -54,9 +74,7 @@ def open_tokenizer(
     return loaded, encoder
 
 
-def _write_files(
-    folder: Path, loaded: Tokenizer, settings: tokenizer_config.TokenizerConfig
-) -> None:
+def _write_files(folder: Path, loaded: Tokenizer, settings: TokenizerConfig) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer_config.write(folder, settings)
     if loaded.content is not None:

@@ -13,30 +13,12 @@ from jaxdist.data import chat, preferences, splits
 from jaxdist.data.chat import ChatEncoder
 from jaxdist.data.config import DataConfig
 from jaxdist.data.dataset import DatasetSplit
+from jaxdist.data.encoders import OpenEncoder
 from jaxdist.data.preferences import PreferenceEncoder, ScoredEncoder
 from jaxdist.data.token_cache import Encoder, Log, TextEncoder
 from jaxdist.data.token_files import TokenStore
 from jaxdist.data.tokenizer import Tokenizer
 from jaxdist.data.tokenizer_config import TokenizerConfig
-
-
-class OpenEncoder(Protocol):
-    """Function that makes the encoder of a format's documents."""
-
-    def __call__(
-        self, config: DataConfig, tokenizer: Tokenizer, folder: Path | None
-    ) -> tuple[Encoder, TokenizerConfig]:
-        """Makes the encoder, and the settings of the tokenizer that a run keeps.
-
-        Args:
-          config: settings of the data.
-          tokenizer: tokenizer of the texts.
-          folder: workdir of a run; None = no workdir.
-
-        Raises:
-          ConfigError: a setting is invalid.
-          ImportError: an extra is missing. The error names the extra.
-        """
 
 
 class Cut(Protocol):

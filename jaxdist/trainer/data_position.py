@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdist.config import ConfigError, redact, schema
-from jaxdist.data import Dataset
+from jaxdist.data.dataset import Dataset
 from jaxdist.distributed import coordination
 from jaxdist.storage.untrusted import Malformed
 from jaxdist.trainer import run_metadata, source_run, workdir
