@@ -21,7 +21,22 @@ from jaxdist.step.objective_fields import abstract_batch
 METRICS = "metrics(self, batch) -> {name: sum, or (sum, count)}; rename it if it has another purpose"
 
 
-def faults(spec: ModelSpec, *, stages: int = 1) -> Iterator[str]:
+def check_spec(spec: ModelSpec, *, stages: int) -> None:
+    """Checks what shows without a batch.
+
+    Args:
+      spec: the model with flat blocks.
+      stages: stages of the pipeline; 1 = no pipeline.
+
+    Raises:
+      ConfigError: the model cannot be trained.
+    """
+    faults = list(_spec_faults(spec, stages=stages))
+    if faults:
+        raise ConfigError(faults)
+
+
+def _spec_faults(spec: ModelSpec, *, stages: int) -> Iterator[str]:
     """Yields the faults of a model that show without a batch.
 
     Args:
@@ -67,7 +82,7 @@ def check_model(
     case = (shapes, accumulation, stages)
     if case in spec.passed:
         return
-    causes = list(faults(spec, stages=stages))
+    causes = list(_spec_faults(spec, stages=stages))
     if causes:
         raise ConfigError(causes)
     # the method under test, for `_blame`

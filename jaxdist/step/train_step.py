@@ -18,14 +18,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Wrapped
 
-from jaxdist.config import ConfigError
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.schedules import Schedule
 from jaxdist.parallel import placement
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import Batch
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.step import model_checks, programs
+from jaxdist.step import model_checks, programs, scoring_programs
 from jaxdist.step.batch_parts import dim_names
 from jaxdist.step.checkpoint_views import (
     CheckpointViews,
@@ -115,9 +114,7 @@ def build_train_step(
     """
     staging = config.staging
     stages = staging.stages if staging else 1
-    faults = list(model_checks.faults(spec, stages=stages))
-    if faults:
-        raise ConfigError(faults)
+    model_checks.check_spec(spec, stages=stages)
     spec_by_stage = staging.spec_by_stage(spec) if staging else spec
     state_staging = StateStaging.of(staging, spec)
     rule = build_update_rule(
@@ -144,8 +141,8 @@ def build_train_step(
         config=config,
         spec_by_stage=spec_by_stage,
     )
-    evaluate = programs.build_evaluate(spec, loss_of, rule, mesh, rules, config)
-    terms = programs.build_policy_terms(spec, rule, mesh, rules, config)
+    evaluate = scoring_programs.build_evaluate(spec, loss_of, rule, mesh, rules, config)
+    terms = scoring_programs.build_policy_terms(spec, rule, mesh, rules, config)
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         after, metrics, _ = step_with_gradients(state, batch)

@@ -7,6 +7,7 @@ from jaxdist.trainer import (
     batching,
     held_out,
     pipeline_report,
+    published_mfu,
     run_description,
     step_lines,
     workdir,
@@ -44,18 +45,10 @@ def describe(
         *_epoch_lines(composition, dataset),
         *held_out.evaluation_lines(composition.config, dataset),
         *schedule.lines(run),
+        *published_mfu.lines(composition, devices.flat[0]),
     ]
     for line in lines:
         run.note(line)
-
-
-def failed_start(run: Run, error: Exception) -> None:
-    """Writes the error of a run that ends before its first step, for `status`.
-
-    Before the workdir is locked and open, nothing is written: it may be another's.
-    """
-    lines = str(error).splitlines() or [type(error).__name__]
-    run.event("start_failed", error=lines[0])
 
 
 def _epoch_lines(composition: Composition, dataset: Dataset) -> list[str]:

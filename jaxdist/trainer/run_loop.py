@@ -6,8 +6,7 @@ from jaxdist.checkpoint.manager import NotOwner
 from jaxdist.data.dataset import SourceError
 from jaxdist.distributed import coordination
 from jaxdist.telemetry.display import Display
-from jaxdist.telemetry.metrics import EXTENDED
-from jaxdist.trainer import compose, elastic, model_flops, published_mfu
+from jaxdist.trainer import compose, model_flops, run_events
 from jaxdist.trainer.callbacks import CallbackList, Run, RunEnd
 from jaxdist.trainer.loop import Trainer, TrainingStopped
 from jaxdist.trainer.preemption import StopSignals
@@ -75,7 +74,8 @@ def train_to_end(
     end = trainer.end_without_steps(start.state)
     if end is not None:
         return end
-    _report_start(run, callbacks, saver, schedule, start)
+    callbacks.phase("data", run.progress.step + 1)
+    run_events.started(run, saver, schedule, start)
     try:
         state, reason = trainer.train(start.state)
     except (
@@ -84,46 +84,8 @@ def train_to_end(
         TrainingStopped,
         jax.errors.JaxRuntimeError,
     ) as error:
-        _report_stop(run, error)
+        run_events.stopped(run, error)
         if isinstance(error, NotOwner):
             raise TrainingStopped(str(error), error.reason) from error
         raise
     return trainer.finish(state, reason)
-
-
-def _report_start(
-    run: Run,
-    callbacks: CallbackList,
-    saver: Saver,
-    schedule: SettledSchedule,
-    start: Start,
-) -> None:
-    """Writes the events of a start, which are the first that loggers receive."""
-    for line in published_mfu.lines(run.composition, run.devices[0]):
-        run.note(line)
-    step = run.progress.step
-    devices = len(run.devices)
-    callbacks.phase("data", step + 1)
-    resized = elastic.resized(run.folder, run.config, devices)
-    if resized:
-        run.event("resize", step, **resized)
-    facts: dict[str, object] = {"devices": devices, "processes": jax.process_count()}
-    if start.roofline is not None:
-        facts["roofline"] = start.roofline.to_json()
-    run.event("start", step, **facts)
-    saver.report_bad_checkpoints()
-    for part in schedule.steps.extensions:
-        if part.start == step:
-            run.writer.write(step, {EXTENDED: part.end})
-    if step:
-        run.event("restore", step)
-        run.note(f"resumed after step {step}")
-
-
-def _report_stop(run: Run, error: Exception) -> None:
-    """Writes the event `stop` of a run that an error ends."""
-    if isinstance(error, SourceError):
-        cause = "data"
-    else:
-        cause = getattr(error, "reason", "runtime")
-    run.event("stop", run.progress.step, reason=cause, error=str(error))

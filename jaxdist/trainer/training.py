@@ -32,6 +32,7 @@ from jaxdist.trainer import (
     preemption,
     reporting,
     restore,
+    run_events,
     run_loop,
     validation,
 )
@@ -185,7 +186,7 @@ def train(
         except BaseException as error:
             if isinstance(error, Exception):
                 if not has_begun:
-                    reporting.failed_start(this_run, error)
+                    run_events.failed_to_start(this_run, error)
                 all_callbacks.fault(error)
             raise
         return TrainResult(
