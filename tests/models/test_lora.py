@@ -670,6 +670,7 @@ def parts(text, tmp_path_factory, shared_steps) -> Parts:
     return Parts(folder, losses, printed.getvalue())
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit(text, parts, tmp_path):
     whole = tmp_path / "whole"
     assert trained(text, SMOLLM, whole) == parts.losses

@@ -177,6 +177,7 @@ def test_emulated_devices_of_a_process_are_one():
     assert probe.distinct_devices(jax.devices()) == jax.devices()[:1]
 
 
+@pytest.mark.slow
 def test_a_run_names_the_process_whose_host_memory_is_slow(tmp_path):
     """The second process measures many times the time of its host memory."""
     folder = tmp_path / "run"

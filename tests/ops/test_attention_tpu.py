@@ -121,6 +121,7 @@ def _results(names: tuple[str, ...] = QUICK) -> dict[str, dict]:
     return compiled_apart(__file__, *names, timeout=600)
 
 
+@pytest.mark.slow
 def test_forward_kernel_runs_again_only_when_its_residuals_are_not_saved():
     results = _results()
     # A scan's body appears once in the program, so counts are per layer.

@@ -216,6 +216,7 @@ def test_layers_are_cut_up_evenly(config, layers, group, fault):
     assert fault in found
 
 
+@pytest.mark.slow
 def test_experts_have_the_same_gradients_with_activations_on_the_host():
     experts = {"num_experts": 4, "expert_d_ff": 32, "num_shared_experts": 1}
     model = dataclasses.replace(CONFIG, num_layers=2, **experts)

@@ -287,6 +287,7 @@ def forms_of(words: str, on: str = "v5p:4x4x4") -> dict[int, list[str]]:
 WINDOW = "model.window=1024 model.layer_pattern=local"
 
 
+@pytest.mark.slow
 def test_a_search_tries_the_forms_that_none_beats_in_time_and_memory():
     batch = "batch.global_size=64 batch.sequence_length"
     # By heads all have equal work, and copies of 8 kv heads are more than a ring's

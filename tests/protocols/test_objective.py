@@ -60,9 +60,9 @@ def one_device() -> Result:
     [
         pytest.param(
             name,
-            # both stages and `once` accumulate, too
+            # two stages accumulate, too
             marks=[pytest.mark.slow]
-            if name in ("accumulation", "four stages", "ring")
+            if name in ("accumulation", "four stages", "ring", "once", "last edges")
             else [],
         )
         for name in CASES

@@ -228,6 +228,7 @@ def uncached(tmp_path_factory) -> tuple[str, Path]:
     return done.stderr, folder
 
 
+@pytest.mark.slow
 def test_the_partitioner_never_copies_whole_arrays_for_want_of_a_plan(uncached):
     provoked, ours = uncached[0].split("# ours")
     assert "nvoluntary full rematerialization" in provoked

@@ -130,6 +130,7 @@ def temp_bytes(schedule: str, microbatches: int) -> int:
     return lowered.compile(FAST_COMPILE).memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_memory_grows_with_microbatches_in_gpipe_alone():
     few, many = temp_bytes("1f1b", 8), temp_bytes("1f1b", 32)
     assert many - few < 0.2 * (temp_bytes("gpipe", 32) - many)

@@ -170,6 +170,7 @@ def test_memory_does_not_grow_with_microbatches():
     assert growth("quick", "1f1b") <= 1.02
 
 
+@pytest.mark.slow
 def test_on_tpu_gradients_lie_as_parameters_and_no_predicate_depends_on_the_stage():
     found = result("quick interleaved 8 inspect")
     assert len(found["gradients_lie_as_parameters"]) > 8
