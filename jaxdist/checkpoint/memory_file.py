@@ -63,6 +63,10 @@ class BadFile(CheckpointError):
     """Error of a file that is not what a process has written, or not of this step."""
 
 
+class OtherBranch(BadFile):
+    """Error of a file from a history that the run has left. It is not damaged."""
+
+
 class Box(NamedTuple):
     """A part of an array: elements from `start` to `stop` in each dim."""
 
@@ -344,7 +348,7 @@ def require(opened: Opened, *, run: str, branch: str, step: int, owner: int) -> 
     if header.run != run:
         raise BadFile(f"it belongs to another run ({header.run}; this one is {run})")
     if header.branch != branch:
-        raise BadFile("it belongs to a history that the run has left")
+        raise OtherBranch("it belongs to a history that the run has left")
     if (header.step, header.owner) != (step, owner):
         raise BadFile(
             f"it is part {header.owner} of step {header.step}, not part {owner} of "

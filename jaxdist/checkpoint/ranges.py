@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -235,10 +235,11 @@ def fill(out: np.ndarray, reads: Iterable[Read], files: Mapping[int, BinaryIO]) 
     """
     total = 0
     for read in reads:
-        place = out[(*read.target, ...)]
+        index: Any = (*read.target, ...)  # with "...", a view even of a scalar
+        place = out[index]
         is_whole = place.shape == read.shape and place.flags.c_contiguous
         block = place if is_whole else np.empty(read.shape, out.dtype)
-        raw = memoryview(block.reshape(-1).view(np.uint8))
+        raw = block.reshape(-1).view(np.uint8).data
         _read_exactly(files[read.owner], read.offset, raw)
         if not is_whole:
             place[...] = block[read.source]
