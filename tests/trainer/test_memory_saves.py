@@ -2,15 +2,15 @@
 folder if a copy is bad. In this process; real tiny models.
 """
 
+import functools
 import itertools
-import json
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from jaxdist.checkpoint import manager, memory_file, memory_store, memory_tier
+from jaxdist.checkpoint import memory_file, memory_store
 from jaxdist.checkpoint.folders import list_steps
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
 from jaxdist.config import ConfigError
@@ -20,6 +20,8 @@ from jaxdist.trainer import memory_saves, run_config, training
 from jaxdist.trainer.callbacks import Callback, StepView
 from jaxdist.trainer.memory_saves import MemorySaves
 from support.runs import SMALL_MODEL
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
 
@@ -44,22 +46,30 @@ class Crash(Exception):
     """The death of a run; nothing of it may save or tidy up."""
 
 
-class CrashAfter(Callback):
-    """Ends the run after a step. Saves that have begun may end."""
+class Wait(Callback):
+    """Waits for the running saves after each step, so that none is skipped."""
 
     may_request = False
-
-    def __init__(self, step: int, store=None):
-        self.step = step
 
     def on_start(self, run):
         self.run = run
 
     def on_step(self, view: StepView) -> None:
+        self.run.store.wait()
+        if self.run.store.memory:
+            self.run.store.memory.wait()
+
+
+class CrashAfter(Callback):
+    """Ends the run after a step."""
+
+    may_request = False
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step(self, view: StepView) -> None:
         if view.step == self.step:
-            self.run.store.wait()
-            if self.run.store.memory:
-                self.run.store.memory.wait()
             raise Crash
 
 
@@ -80,7 +90,7 @@ def run(
         config_of(memory, **changes),
         folder,
         devices=jax.devices()[:devices],
-        callbacks=[MemorySaves(), *callbacks],
+        callbacks=[Wait(), MemorySaves(), *callbacks],
     )
     return result.state
 
@@ -131,7 +141,9 @@ def test_a_run_resumes_from_memory_bit_for_bit(tmp_path, undisturbed, reads):
     assert files_of(tmp_path / "memory") == ["4-0.shards", "6-0.shards"]
     state = run(tmp_path / "run", tmp_path / "memory")
     assert not reads
-    assert [event["step"] for event in events(tmp_path / "run", "memory_restore")] == [6]
+    assert [event["step"] for event in events(tmp_path / "run", "memory_restore")] == [
+        6
+    ]
     assert events(tmp_path / "run", "restore")[0]["step"] == 6
     assert_equal(state, undisturbed)
     # the folder has the last step, so memory is free again
@@ -217,9 +229,9 @@ def test_a_wrong_array_with_right_hashes_is_seen_on_the_devices(
 
 
 LAYOUTS = [
-    {"mesh__fsdp": 2, "mesh__tensor": 2},
     {"mesh__fsdp": 1, "mesh__data": 2, "devices": 2},
-    {"mesh__fsdp": 8, "devices": 8},
+    slow({"mesh__fsdp": 2, "mesh__tensor": 2}),
+    slow({"mesh__fsdp": 8, "devices": 8}),
 ]
 
 
@@ -244,12 +256,7 @@ def test_steps_in_memory_follow_the_folder_and_each_other(tmp_path):
     class Look(Callback):
         may_request = False
 
-        def on_start(self, run):
-            self.run = run
-
         def on_step(self, view):
-            self.run.store.memory.wait()
-            self.run.store.wait()
             steps = {name.partition("-")[0] for name in files_of(tmp_path / "memory")}
             seen[view.step] = sorted(map(int, steps))
 
@@ -276,17 +283,19 @@ def test_another_run_in_the_same_memory_is_left_alone(tmp_path, undisturbed):
     # a file of another run, under the name of this one's
     crash(tmp_path / "three", memory, after=6)
     one, three = (
-        next(memory.glob(f"{memory_store.MemoryStore(memory, run=name, branch='').folder.name}/6-0.shards"))
-        for name in (json_of(tmp_path / run / "checkpoints/identity") for run in ("one", "three"))
+        memory_of(tmp_path / name, memory) / "6-0.shards" for name in ("one", "three")
     )
+    assert one != three
     three.write_bytes(one.read_bytes())
     run(tmp_path / "three", memory)
     (bad,) = events(tmp_path / "three", "bad_memory_copy")
     assert "another run" in bad["reason"]
 
 
-def json_of(identity: Path) -> str:
-    return identity.read_text().split()[0]
+def memory_of(folder: Path, memory: Path) -> Path:
+    """Returns the folder in memory of the run in a workdir."""
+    identity = (folder / "checkpoints/identity").read_text().split()[0]
+    return memory_store.MemoryStore(memory, run=identity, branch="").folder
 
 
 def test_steps_of_a_history_that_was_left_do_not_count(tmp_path):
@@ -344,6 +353,7 @@ def test_a_save_that_is_cut_short_leaves_nothing(tmp_path, monkeypatch, reads):
     assert events(folder, "memory_restore")[0]["step"] == 4
 
 
+@pytest.mark.slow
 def test_the_interval_follows_from_the_cost_of_saves(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_saves, "FIRST_STEPS", 3)
     steps = {"train__steps": 40, "checkpoint__memory_every_steps": 0}
