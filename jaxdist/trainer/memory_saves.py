@@ -5,6 +5,7 @@ newer step is there. Otherwise it resumes from the folder (`checkpoint.memory_ti
 """
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +44,7 @@ class MemorySaves(Callback):
     def __init__(self) -> None:
         self._tier: MemoryTier | None = None
         self._has_started = False
+        self._prepared: Future[None] | None = None
         self._interval: SaveInterval | None = None  # of memory_every_steps=0
         self._is_measured = False  # whether a save has told the interval its time
         self._last = (0, 0.0)  # step and time of the last call of `on_step`
@@ -101,8 +103,15 @@ class MemorySaves(Callback):
             fault = tier.require_room(abstract, copies=1)
             if fault:
                 raise ConfigError(fault)
+            self._prepare(self._run)
         self._has_started = True
         self._last = (self._run.progress.step, time.monotonic())
+
+    def _prepare(self, run: Run) -> None:
+        """Compiles what the first save needs, in a thread."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="prepare-memory")
+        self._prepared = pool.submit(run.store.prepare, run.built.views.abstract)
+        pool.shutdown(wait=False)
 
     def on_step(self, view: StepView) -> None:
         """Saves the step, unless the folder gets it as the last one."""
@@ -126,6 +135,9 @@ class MemorySaves(Callback):
         self.steps = decision.interval or self.steps
 
     def _save(self, tier: MemoryTier, view: StepView, decision: Decision) -> None:
+        if self._prepared:
+            self._prepared.result()
+            self._prepared = None
         flat = self._run.built.views.flat(view.state)
         tier.save(view.step, state_dict.to_canonical(flat), decision)
 
