@@ -15,6 +15,7 @@ from jaxdist.checkpoint.interval import SaveInterval, mean_time_between_failures
 from jaxdist.checkpoint.memory_tier import Decision, MemorySave, MemoryTier
 from jaxdist.config import ConfigError
 from jaxdist.distributed import coordination
+from jaxdist.storage.digest import digest
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.units import bytes_text, time_text
 from jaxdist.trainer.callbacks import Callback, Run, RunEnd, StepView
@@ -61,7 +62,9 @@ class MemorySaves(Callback):
         if not config.memory_folder:
             return
         self._run = run
-        identity = coordination.broadcast(run.store.run)
+        # A copy of a workdir has the identity of its run, and trains on its own.
+        own = digest(run.store.run, run.folder.absolute())
+        identity = coordination.broadcast(own)
         try:
             folder = memory_store.expand(config.memory_folder)
             self._tier = MemoryTier(

@@ -4,6 +4,7 @@ folder if a copy is bad. In this process; real tiny models.
 
 import functools
 import itertools
+import shutil
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ from jaxdist.checkpoint.folders import list_steps
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
 from jaxdist.config import ConfigError
 from jaxdist.step.state import State
+from jaxdist.storage.digest import digest
 from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import memory_saves, run_config, training
 from jaxdist.trainer.callbacks import Callback, StepView
@@ -292,9 +294,20 @@ def test_another_run_in_the_same_memory_is_left_alone(tmp_path, undisturbed):
     assert "another run" in bad["reason"]
 
 
+def test_a_copy_of_a_workdir_leaves_the_memory_of_the_first_one(tmp_path):
+    folder, memory = tmp_path / "run", tmp_path / "memory"
+    crash(folder, memory, after=6)
+    before = files_of(memory)
+    shutil.copytree(folder, tmp_path / "copy")
+    run(tmp_path / "copy", memory)
+    assert events(tmp_path / "copy", "restore")[0]["step"] == 4
+    assert files_of(memory) == before
+
+
 def memory_of(folder: Path, memory: Path) -> Path:
     """Returns the folder in memory of the run in a workdir."""
-    identity = (folder / "checkpoints/identity").read_text().split()[0]
+    name = (folder / "checkpoints/identity").read_text().split()[0]
+    identity = digest(name, folder)
     return memory_store.MemoryStore(memory, run=identity, branch="").folder
 
 
