@@ -120,7 +120,7 @@ def place(
     """
     for fault in placement_faults(hosts, copies):
         raise ValueError(fault)
-    if not copies:
+    if not (copies and hosts):
         return ((),) * len(hosts)
     rings = [_ring(hosts, slices, alternate) for alternate in (True, False)]
     plans = [(ring, _best_shifts(ring, hosts, slices, copies)) for ring in rings]
@@ -401,9 +401,11 @@ class PeerServer:
 
 
 def _listen(host: str, queue_length: int) -> socket.socket:
+    if not host:
+        raise ValueError("no interface is given: give the address of one")
     infos = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     family, kind, protocol, _, address = infos[0]
-    if not host or ipaddress.ip_address(address[0]).is_unspecified:
+    if ipaddress.ip_address(address[0]).is_unspecified:
         raise ValueError(f"{host!r} is no interface: give its address")
     listener = socket.socket(family, kind, protocol)
     try:
