@@ -520,15 +520,20 @@ class PeerConnection:
         Args:
           step: step of the copy.
           owner: process whose part it is.
-          file: the copy.
+          file: the copy, from its start to its end.
           size: its bytes.
 
         Raises:
           RefusedError: the peer does not want the copy, or cannot store it.
           PeerError: the peer fails.
-          EOFError: the file is shorter. The connection cannot be used further.
+          ValueError: the file has another size. Nothing was sent.
+          EOFError: the file has become shorter. The connection cannot be used further.
           OSError: the file cannot be read. The connection cannot be used further.
         """
+        found = file.seek(0, os.SEEK_END)
+        if found != size:
+            raise ValueError(f"the file has {found} bytes, not {size}")
+        file.seek(0)
         self._request(PutRequest(step, owner, size))
         self._link.receive({Kind.READY})
         self._link.send_data(file, size)
