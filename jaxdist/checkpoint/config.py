@@ -134,8 +134,8 @@ class CheckpointConfig:
                 f"checkpoint.memory_every_steps={self.memory_every_steps} has no effect: there is no folder "
                 f"in memory. Set checkpoint.memory_folder, as /dev/shm, or remove this key."
             )
-        if self.memory_peers:
+        if self.memory_peers and not self.memory_folder:
             yield (
-                f"checkpoint.memory_peers={self.memory_peers}: this version copies no steps to other hosts. "
-                f"Remove this key."
+                f"checkpoint.memory_peers={self.memory_peers} has no effect: there is no folder in memory. "
+                f"Set checkpoint.memory_folder, as /dev/shm, or remove this key."
             )

@@ -18,9 +18,8 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple
 
 from jaxdist.checkpoint import memory_file
 from jaxdist.checkpoint.folders import LAST_STEP, CheckpointError
@@ -37,31 +36,8 @@ _IN_MEMORY = {"tmpfs", "ramfs"}
 _KIB = 1024
 
 
-class Store(Protocol):
-    """Files of steps by owner, as they are served to other hosts."""
-
-    def inventory(self) -> dict[int, dict[int, int]]:
-        """Lists the files: {step: {owner: bytes}}."""
-
-    def open_read(self, step: int, owner: int) -> BinaryIO:
-        """Opens a file to read.
-
-        Raises:
-          KeyError: there is no such file.
-        """
-
-    def receive(
-        self, step: int, owner: int, size: int
-    ) -> AbstractContextManager[BinaryIO]:
-        """Yields a file to write a copy of `size` bytes into.
-
-        The copy counts once the body ends without an error and every byte is verified.
-        Otherwise nothing is left.
-        """
-
-
 class MemoryStore:
-    """The folder of a run on this host. It is a `Store`."""
+    """The folder of a run on this host. It is a `peers.Store`."""
 
     def __init__(self, folder: Path, *, run: str, branch: str) -> None:
         """Names the folder; `open` makes it.

@@ -38,6 +38,7 @@ from jaxdist.checkpoint.background import Background
 from jaxdist.checkpoint.folders import CheckpointError, error_text
 from jaxdist.checkpoint.manager import Restored, check_arrays, error_on_all
 from jaxdist.checkpoint.memory_file import BadFile, Box, Header, OtherBranch, Piece
+from jaxdist.checkpoint.memory_peers import MemoryPeers
 from jaxdist.checkpoint.memory_store import MemoryStore
 from jaxdist.checkpoint.ranges import StoredArray, StoredPiece
 from jaxdist.config import trees
@@ -63,6 +64,8 @@ class MemorySave(NamedTuple):
     seconds: float  # from the call of `save` until all files were written
     bytes: int  # of all arrays
     blocked_s: float  # seconds that training stood still
+    # copies on other hosts that failed since the save before
+    failed_copies: list[str]
 
 
 class BadCopy(NamedTuple):
@@ -97,6 +100,11 @@ class Candidate:
         """The step."""
         return self.header.step
 
+    def processes(self, owner: int) -> list[int]:
+        """Lists the processes that hold a file."""
+        places = self.holders[owner].values()
+        return sorted(process for each in places for process in each)
+
     @property
     def is_complete(self) -> bool:
         """Whether every file is held."""
@@ -128,25 +136,35 @@ class MemoryTier:
     """The steps of a run in memory. It is a `manager.MemoryTier`."""
 
     def __init__(
-        self, folder: Path, run: str, branch_file: Path, timeout_s: int
+        self,
+        folder: str,
+        run: str,
+        branch_file: Path,
+        timeout_s: int,
+        copies: int = 0,
     ) -> None:
         """Opens the folder on this host. Communicates.
 
         Args:
-          folder: folder of the memory tier, which other runs may share.
+          folder: checkpoint.memory_folder, which other runs may share.
           run: identity of the run.
           branch_file: file of the workdir that names the run's present history. Only
             the first process reads and writes it.
           timeout_s: seconds that a save may take before it counts as failed.
+          copies: number of other hosts that get a copy of each file.
 
         Raises:
-          CheckpointError: the folder cannot be used.
+          CheckpointError: the folder cannot be used, or there are too few hosts.
         """
         self._branch_file = branch_file
         self._timeout_s = timeout_s
         branch = coordination.broadcast(_read_branch(branch_file))
-        self.store = MemoryStore(folder, run=run, branch=branch)
-        self.store.open()
+        with error_on_all(CheckpointError):
+            place = memory_store.expand(folder)
+            self.store = MemoryStore(place, run=run, branch=branch)
+            self.store.open()
+        # files on other hosts; None = they have none
+        self.peers = MemoryPeers(self.store, copies) if copies else None
         # files that restores could not use; equal on all processes
         self.bad: list[BadCopy] = []
         self.restored: Candidate | None = None  # the step that was restored
@@ -328,8 +346,10 @@ class MemoryTier:
         if callable(abstract_state):
             abstract_state = abstract_state(info)
         state_dict.check(info.arrays, abstract_state, partial=partial)
+        abstract = state_dict.to_canonical(abstract_state)
+        if self.peers is not None:
+            self._fetch(self.peers, candidate, abstract)
         with error_on_all(Exception):
-            abstract = state_dict.to_canonical(abstract_state)
             arrays = self._read(candidate, abstract)
             state = state_dict.from_canonical(arrays, abstract_state)
         check_arrays(candidate.step, arrays, candidate.header.fingerprints)
@@ -343,6 +363,55 @@ class MemoryTier:
         for owner in self.store.inventory().get(step, {}):
             self.store.set_aside(step, owner)
 
+    def _fetch(
+        self, peers: MemoryPeers, candidate: Candidate, abstract: Mapping[str, Any]
+    ) -> None:
+        """Gets the files that this host needs and lacks from other hosts.
+
+        Raises:
+          CheckpointError: a file was not received. All processes raise it.
+        """
+        step = candidate.step
+        lacks = True
+        with error_on_all(Exception):
+            here = self.store.inventory().get(step, {})
+            stored = self._stored(candidate, here)
+            with contextlib.suppress(ranges.Missing):
+                _needed_owners(stored, abstract)
+                lacks = False
+        if not any(coordination.votes(lacks)):
+            return
+        # The first holder of each file tells the others what is in it.
+        told = []
+        with error_on_all(Exception):
+            for owner in candidate.holders:
+                if jax.process_index() == min(candidate.processes(owner)):
+                    header = self.store.read_header(step, owner).header
+                    told.append([owner, header.to_json()["pieces"]])
+        for vote in coordination.votes(told):
+            for owner, pieces in vote:
+                for name, start, stop in pieces:
+                    box = Box(tuple(start), tuple(stop))
+                    stored[name].add(StoredPiece(owner, box, offset=0))
+        with error_on_all(Exception):
+            needed = _needed_owners(stored, abstract) if lacks else set()
+            for owner in sorted(needed - here.keys()):
+                peers.fetch(step, owner, candidate.processes(owner))
+
+    def _stored(
+        self, candidate: Candidate, owners: Iterable[int]
+    ) -> dict[str, StoredArray]:
+        """Lists the arrays of a step with the pieces in this host's files."""
+        stored = {
+            name: StoredArray(name, info)
+            for name, info in candidate.header.arrays.items()
+        }
+        for owner in owners:
+            opened = self.store.read_header(candidate.step, owner)
+            for piece, offset in opened.pieces():
+                stored[piece.name].add(StoredPiece(owner, piece.box, offset))
+        return stored
+
     def _read(
         self, candidate: Candidate, abstract: Mapping[str, Any]
     ) -> dict[str, jax.Array]:
@@ -355,17 +424,11 @@ class MemoryTier:
         owners = self.store.inventory().get(candidate.step, {})
         self.restored_bytes = 0
         with contextlib.ExitStack() as stack:
-            files: dict[int, BinaryIO] = {}
-            stored = {
-                name: StoredArray(name, info)
-                for name, info in candidate.header.arrays.items()
+            files = {
+                owner: stack.enter_context(self.store.open_read(candidate.step, owner))
+                for owner in owners
             }
-            for owner in owners:
-                file = self.store.open_read(candidate.step, owner)
-                files[owner] = stack.enter_context(file)
-                for piece, offset in memory_file.read_header(file).pieces():
-                    place = StoredPiece(owner, piece.box, offset)
-                    stored[piece.name].add(place)
+            stored = self._stored(candidate, owners)
             return {
                 name: self._read_array(stored[name], leaf.sharding, files)
                 for name, leaf in abstract.items()
@@ -375,13 +438,8 @@ class MemoryTier:
         self, stored: StoredArray, sharding: Sharding, files: Mapping[int, BinaryIO]
     ) -> jax.Array:
         shape = stored.info.shape
-        devices: dict[Box, list[jax.Device]] = {}
-        indices = sharding.addressable_devices_indices_map(shape)
-        for device, index in indices.items():
-            assert index is not None  # this process's devices
-            devices.setdefault(box_of(index, shape), []).append(device)
         shards = []
-        for box, here in devices.items():
+        for box, here in _boxes_here(sharding, shape).items():
             host = np.empty(box.shape, np.dtype(stored.info.dtype))
             self.restored_bytes += ranges.fill(host, ranges.plan(stored, box), files)
             for device in here:
@@ -408,14 +466,15 @@ class MemoryTier:
         A run does so if it has not restored a step in memory.
 
         Raises:
-          OSError: the branch cannot be written.
+          CheckpointError: the branch cannot be written.
         """
         self._background.wait()
         branch = coordination.broadcast(secrets.token_hex(8))
-        if jax.process_index() == 0:
-            document = run_format.marked({_BRANCH: branch})
-            text = json.dumps(document) + "\n"
-            atomic.write_text(self._branch_file, text, durable=True)
+        with error_on_all(OSError):
+            if jax.process_index() == 0:
+                document = run_format.marked({_BRANCH: branch})
+                text = json.dumps(document) + "\n"
+                atomic.write_text(self._branch_file, text, durable=True)
         self.store.branch = branch
         self.restored = None
         self.complete = []
@@ -462,6 +521,8 @@ class MemoryTier:
         self._background.wait()
         self.complete = decision.kept
         self.store.keep(decision.kept.__contains__)
+        if self.peers is not None:
+            self.peers.oldest = min([*decision.kept, step])
         pieces = self._share.of(arrays)
         contents: list[np.ndarray] = []
         failure = ""
@@ -523,9 +584,11 @@ class MemoryTier:
                 self._write(job)
         except Exception as failure:  # training continues
             error = error_text(failure)
+        self._offer(step, error)
         job.contents.clear()  # on an accelerator, this frees the host's memory
+        failed_copies = self.peers.take_failures() if self.peers else []
         try:
-            errors = self._exchange(step, error)
+            errors, failed_copies = self._exchange(step, error, failed_copies)
         except Exception as failure:  # the service has gone
             errors = [error_text(failure)]
         if not errors:
@@ -537,8 +600,18 @@ class MemoryTier:
                 seconds=time.monotonic() - job.began,
                 bytes=job.bytes,
                 blocked_s=job.blocked_s,
+                failed_copies=failed_copies,
             )
         )
+
+    def _offer(self, step: int, error: str) -> None:
+        """Starts to send this process's file to other hosts, if it was written."""
+        if self.peers is None or error:
+            return
+        owner = jax.process_index()
+        size = self.store.inventory().get(step, {}).get(owner)
+        if size is not None:
+            self.peers.offer(step, owner, size)
 
     def _write(self, job: _Job) -> None:
         """Writes this process's file.
@@ -558,18 +631,20 @@ class MemoryTier:
         with self.store.write(header.step, header.owner) as file:
             memory_file.write(file, header, job.contents)
 
-    def _exchange(self, step: int, error: str) -> list[str]:
-        """Tells the others how this process's file went.
+    def _exchange(
+        self, step: int, error: str, failed_copies: list[str]
+    ) -> tuple[list[str], list[str]]:
+        """Tells the others how this process's file and copies went.
 
         Returns:
-          On the first process the errors of all, once all have answered; on the others
-          their own.
+          Errors and failed copies: on the first process those of all, once all have
+          answered; on the others their own.
         """
         process = jax.process_index()
-        own = [error] if error else []
+        own = [error] if error else [], failed_copies
         if self._board.client is None:
             return own
-        self._board.put([step, error])
+        self._board.put([step, error, failed_copies])
         if process:
             return own
         deadline = time.monotonic() + self._timeout_s
@@ -582,15 +657,17 @@ class MemoryTier:
                 if answers.get(other, [-1])[0] != step
             ]
             if not late:
-                return [
-                    f"process {other}: {answers[other][1]}" if other else error
-                    for other in sorted(answers)
-                    if answers[other][1]
-                ]
+                break
             if time.monotonic() > deadline:
-                return [f"process {late[0]} has not written its part"]
+                return [f"process {late[0]} has not written its part"], failed_copies
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_LOOK_S)
+        errors = [
+            f"process {other}: {answers[other][1]}" if other else error
+            for other in sorted(answers)
+            if answers[other][1]
+        ]
+        return errors, [copy for each in answers.values() for copy in each[2]]
 
     def poll(self) -> list[MemorySave]:
         """Collects the saves that ended since the last call. Communicates with nobody."""
@@ -636,6 +713,8 @@ class MemoryTier:
         """
         if self._background.wait(seconds):
             self._background.close()
+        if self.peers is not None:
+            self.peers.close()
         if delete:
             self.store.remove()
 
@@ -697,6 +776,33 @@ def _holders(leaf: Any, shape: tuple[int, ...]) -> dict[Box, set[int]]:
     for device, index in sharding.devices_indices_map(shape).items():
         found[box_of(index, shape)].add(device.process_index)
     return found
+
+
+def _boxes_here(
+    sharding: Sharding, shape: tuple[int, ...]
+) -> dict[Box, list[jax.Device]]:
+    """Finds the parts of an array that this process holds, each with its devices."""
+    devices: dict[Box, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None  # this process's devices
+        devices.setdefault(box_of(index, shape), []).append(device)
+    return devices
+
+
+def _needed_owners(
+    stored: Mapping[str, StoredArray], abstract: Mapping[str, Any]
+) -> set[int]:
+    """Finds the files that hold what this process needs.
+
+    Raises:
+      CheckpointError: the files do not hold all of it.
+    """
+    return {
+        read.owner
+        for name, leaf in abstract.items()
+        for box in _boxes_here(leaf.sharding, stored[name].info.shape)
+        for read in ranges.plan(stored[name], box)
+    }
 
 
 def box_of(index: Iterable[slice], shape: Sequence[int]) -> Box:

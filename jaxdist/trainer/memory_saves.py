@@ -9,10 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from jaxdist.checkpoint import memory_store, state_dict
+from jaxdist.checkpoint import state_dict
 from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.checkpoint.interval import SaveInterval, mean_time_between_failures
 from jaxdist.checkpoint.memory_tier import Decision, MemorySave, MemoryTier
+from jaxdist.checkpoint.peers import CLEARTEXT_NOTE
 from jaxdist.config import ConfigError
 from jaxdist.distributed import coordination
 from jaxdist.storage.digest import digest
@@ -66,12 +67,17 @@ class MemorySaves(Callback):
         own = digest(run.store.run, run.folder.absolute())
         identity = coordination.broadcast(own)
         try:
-            folder = memory_store.expand(config.memory_folder)
             self._tier = MemoryTier(
-                folder, identity, run.folder / BRANCH_FILE, config.timeout_s
+                config.memory_folder,
+                identity,
+                run.folder / BRANCH_FILE,
+                config.timeout_s,
+                config.memory_peers,
             )
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
+        if self._tier.peers is not None and not self._tier.peers.is_on_one_machine:
+            run.note(CLEARTEXT_NOTE)
         self._tier.look()
         run.store.memory = self._tier
         self.steps = config.memory_every_steps or FIRST_STEPS
@@ -91,7 +97,7 @@ class MemorySaves(Callback):
             return
         self._report_bad(tier)
         if self._has_started or tier.restored is None:
-            tier.begin_branch()
+            self._begin_branch(tier)
         else:
             tier.continue_branch()
             self._run.event(
@@ -103,12 +109,19 @@ class MemorySaves(Callback):
             )
         if not self._has_started:
             abstract = state_dict.to_canonical(self._run.built.views.abstract)
-            fault = tier.require_room(abstract, copies=1)
+            peers = self._run.config.checkpoint.memory_peers
+            fault = tier.require_room(abstract, copies=1 + peers)
             if fault:
                 raise ConfigError(fault)
             self._prepare(self._run)
         self._has_started = True
         self._last = (self._run.progress.step, time.monotonic())
+
+    def _begin_branch(self, tier: MemoryTier) -> None:
+        try:
+            tier.begin_branch()
+        except CheckpointError as error:
+            raise ConfigError(f"{error}. Free the disk of the workdir.") from error
 
     def _prepare(self, run: Run) -> None:
         """Compiles what the first save needs, in a thread."""
@@ -185,6 +198,8 @@ class MemorySaves(Callback):
                 blocked_s=save.blocked_s,
                 bytes=save.bytes,
             )
+            for failure in save.failed_copies:
+                self._run.event("memory_copy_failed", save.step, error=failure)
             if save.error:
                 self._run.note(
                     f"step {save.step} is not saved in memory, training continues: "

@@ -26,7 +26,7 @@ RUN = "0123456789abcdef"
 
 
 def tier_of(folder: Path) -> MemoryTier:
-    return MemoryTier(folder / "memory", RUN, folder / "memory.json", 60)
+    return MemoryTier(str(folder / "memory"), RUN, folder / "memory.json", 60)
 
 
 def save(tier: MemoryTier, step: int, state, metadata=None) -> None:

@@ -1,6 +1,7 @@
 """Runs of several processes that are killed, and resume from the memory of the host."""
 
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -65,6 +66,40 @@ def test_two_processes_of_which_one_is_killed_resume_from_memory(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("damage", ["delete", "flip"])
+def test_a_host_that_has_lost_its_memory_gets_its_part_from_another(tmp_path, damage):
+    """Each process has a folder of its own, as on a host of its own."""
+    workdir, memory = tmp_path / "run", tmp_path / "memory"
+    own = {
+        "checkpoint__memory_folder": f"{memory}/$JAXDIST_PROCESS_ID",
+        "checkpoint__memory_peers": 1,
+        "train__steps": 40,
+    }
+    with launched(
+        workdir, "--processes", "2", devices=1, **settings(memory, **own)
+    ) as agent:
+        wait_for_memory(agent, workdir, 8)
+        kill(agent, 1, workdir)
+        if damage == "delete":
+            shutil.rmtree(memory / "1")
+        else:
+            for file in (memory / "1").glob("*/*.shards"):
+                data = bytearray(file.read_bytes())
+                data[-1000] ^= 1
+                file.write_bytes(data)
+        finish(agent, workdir)
+    (restored,) = events(workdir, "memory_restore")
+    assert restored["step"] >= 4
+    bad = events(workdir, "bad_memory_copy")
+    assert bool(bad) == (damage == "flip")
+    assert all(event["place"] == bad[0]["place"] for event in bad)
+    assert not events(workdir, "memory_copy_failed")
+    assert list_steps(workdir / "checkpoints") == [40]
+    assert all(len(values) == 1 for values in every_loss(workdir).values())
+    assert not list(memory.glob("*/*"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_12_random_kills_end_as_an_undisturbed_run(tmp_path, asynchronous):
     straight, workdir = tmp_path / "straight", tmp_path / "run"
@@ -84,7 +119,13 @@ def test_12_random_kills_end_as_an_undisturbed_run(tmp_path, asynchronous):
         since = 0
         while len(killed) < 12 and agent.poll() is None:
             wait_for_step(agent, workdir, 1, since)
-            time.sleep(draw.uniform(0, 1))
+            if draw.random() < 0.75:
+                done = len(events(workdir, "memory_save"))
+                while agent.poll() is None:
+                    if len(events(workdir, "memory_save")) > done:
+                        break
+                    time.sleep(0.01)
+            time.sleep(draw.uniform(0, 0.5))
             if agent.poll() is not None:
                 break
             number = draw.randrange(2)

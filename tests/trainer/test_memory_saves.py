@@ -394,7 +394,7 @@ def test_the_interval_follows_from_the_cost_of_saves(tmp_path, monkeypatch):
     [
         ({"memory_folder": "gs://bucket/x"}, "must be a path"),
         ({"memory_folder": "", "memory_every_steps": 5}, "has no effect"),
-        ({"memory_peers": 1}, "copies no steps"),
+        ({"memory_folder": "", "memory_peers": 1}, "has no effect"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, words):
