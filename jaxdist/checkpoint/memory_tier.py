@@ -119,9 +119,10 @@ class _Job:
     contents: list[np.ndarray]
     sums: jax.Array  # of `fingerprint.start`
     failure: str  # why the arrays were not copied; "" = they were
+    kept: list[int]  # older steps that stay
     bytes: int  # of all arrays
     began: float  # monotonic seconds
-    blocked_s: float = 0.0
+    blocked_s: float  # seconds that training stood still
 
 
 @dataclass
@@ -520,7 +521,6 @@ class MemoryTier:
         # The first process has the answers of all, so this one is about to end.
         self._background.wait()
         self.complete = decision.kept
-        self.store.keep(decision.kept.__contains__)
         if self.peers is not None:
             self.peers.oldest = min([*decision.kept, step])
         pieces = self._share.of(arrays)
@@ -543,8 +543,16 @@ class MemoryTier:
         )
         # It communicates, so it is started even if the copy has failed.
         sums = fingerprint.start(arrays)
-        job = _Job(header, contents, sums, failure, trees.tree_bytes(arrays), began)
-        job.blocked_s = time.monotonic() - began
+        job = _Job(
+            header=header,
+            contents=contents,
+            sums=sums,
+            failure=failure,
+            kept=decision.kept,
+            bytes=trees.tree_bytes(arrays),
+            began=began,
+            blocked_s=time.monotonic() - began,
+        )
         self._background.begin(
             functools.partial(self._finish, job), f"save of step {step} in memory"
         )
@@ -557,29 +565,52 @@ class MemoryTier:
         for shard in shards:
             if isinstance(shard, jax.Array):
                 shard.copy_to_host_async()
-        if not any(_is_in_host_memory(shard) for shard in shards):
+        staging = self._staging_for(arrays, pieces)
+        if staging is None:
             return [np.asarray(shard) for shard in shards]
         infos = state_dict.describe(arrays)
-        total = memory_file.payload_bytes(infos, pieces)
-        if self._staging is None or self._staging.nbytes < total:
-            self._staging = np.empty(total, np.uint8)
         contents = []
         first = 0
         for piece, shard in zip(pieces, shards, strict=True):
-            # numpy sees the device's own buffer, which the next step overwrites
             source = np.asarray(shard)
-            raw = self._staging[first : first + source.nbytes]
+            raw = staging[first : first + source.nbytes]
             copy = raw.view(source.dtype).reshape(source.shape)
             np.copyto(copy, source)
             contents.append(copy)
             first += memory_file.payload_bytes(infos, [piece])
         return contents
 
+    def prepare(self, abstract_arrays: Mapping[str, Any]) -> None:
+        """Touches the memory that saves copy into, so that the first one is not slow.
+
+        It communicates with no process.
+        """
+        pieces = self._share.of(abstract_arrays)
+        staging = self._staging_for(abstract_arrays, pieces)
+        if staging is not None:
+            staging.fill(0)
+
+    def _staging_for(
+        self, arrays: Mapping[str, Any], pieces: Sequence[Piece]
+    ) -> np.ndarray | None:
+        """Makes the memory that saves copy into; None = numpy's copies are enough.
+
+        They are not if numpy sees a device's own buffer, which the next step overwrites.
+        """
+        if not any(_is_in_host_memory(leaf) for leaf in arrays.values()):
+            return None
+        total = memory_file.payload_bytes(state_dict.describe(arrays), pieces)
+        if self._staging is None or self._staging.nbytes < total:
+            self._staging = np.empty(total, np.uint8)
+        return self._staging
+
     def _finish(self, job: _Job) -> None:
         """Writes this process's file, and waits for the others on the first process."""
         step = job.header.step
         error = job.failure
         try:
+            # To free memory takes a while, so training does not wait for it.
+            self.store.keep(job.kept.__contains__)
             if not error:
                 self._write(job)
         except Exception as failure:  # training continues
@@ -821,13 +852,13 @@ def _shard(leaf: Any, box: Box) -> Any:
     raise AssertionError(f"no device of this process holds {box}")
 
 
-def _is_in_host_memory(shard: Any) -> bool:
-    """Tests whether numpy sees the buffer of the device itself."""
-    if not isinstance(shard, jax.Array):
+def _is_in_host_memory(leaf: Any) -> bool:
+    """Tests whether an array, or an abstract one, is in the memory of hosts."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
         return False
-    kind = shard.sharding.memory_kind or ""
-    platform = next(iter(shard.devices())).platform
-    return platform == "cpu" or kind.endswith("host")
+    platform = next(iter(sharding.device_set)).platform
+    return platform == "cpu" or (sharding.memory_kind or "").endswith("host")
 
 
 def _read_branch(file: Path) -> str:

@@ -113,7 +113,7 @@ class MemorySaves(Callback):
             fault = tier.require_room(abstract, copies=1 + peers)
             if fault:
                 raise ConfigError(fault)
-            self._prepare(self._run)
+            self._prepare(tier, abstract)
         self._has_started = True
         self._last = (self._run.progress.step, time.monotonic())
 
@@ -123,10 +123,16 @@ class MemorySaves(Callback):
         except CheckpointError as error:
             raise ConfigError(f"{error}. Free the disk of the workdir.") from error
 
-    def _prepare(self, run: Run) -> None:
-        """Compiles what the first save needs, in a thread."""
+    def _prepare(self, tier: MemoryTier, abstract: dict[str, Any]) -> None:
+        """Prepares the first save in a thread, so that training does not wait for it."""
+        run = self._run
+
+        def prepare() -> None:
+            run.store.prepare(run.built.views.abstract)
+            tier.prepare(abstract)
+
         pool = ThreadPoolExecutor(1, thread_name_prefix="prepare-memory")
-        self._prepared = pool.submit(run.store.prepare, run.built.views.abstract)
+        self._prepared = pool.submit(prepare)
         pool.shutdown(wait=False)
 
     def on_step(self, view: StepView) -> None:
