@@ -20,8 +20,9 @@ from jaxdist.storage.digest import digest
 from jaxdist.telemetry.metrics import read_events
 from jaxdist.trainer import memory_saves, run_config, training
 from jaxdist.trainer.callbacks import Callback, StepView
+from jaxdist.trainer.health import Diverged
 from jaxdist.trainer.memory_saves import MemorySaves
-from support.runs import SMALL_MODEL
+from support.runs import SMALL_MODEL, losses
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
@@ -249,6 +250,74 @@ def test_another_layout_reads_what_it_needs(tmp_path, undisturbed, layout, reads
         np.testing.assert_allclose(
             np.asarray(one, np.float64), np.asarray(other, np.float64), atol=2e-6
         )
+
+
+STATES = {
+    "pipeline": {
+        "mesh__pipeline": 2,
+        "mesh__fsdp": 2,
+        "model__num_layers": 3,  # the stages are padded, the canonical form is not
+        "pipeline__microbatches": 2,
+    },
+    "experts and ema": {"model__num_experts": 4, "train__ema_decay": 0.9},
+    "lora": {"lora__rank": 2, "lora__base": "int8"},
+    "offload": {"offload__optimizer": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STATES)
+def test_states_of_all_kinds_come_back_bit_for_bit(tmp_path, kind, reads):
+    settings = STATES[kind]
+    want = run(tmp_path / "straight", None, **settings)
+    folder, memory = tmp_path / "run", tmp_path / "memory"
+    crash(folder, memory, after=6, **settings)
+    got = run(folder, memory, **settings)
+    assert not reads
+    assert events(folder, "memory_restore")[0]["step"] == 6
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(got.opt_state)}
+    assert (len(kinds) == 2) == (kind == "offload")
+    assert_equal(got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [True, False])
+def test_a_pipeline_and_its_layers_on_one_device_are_one_state(tmp_path, before, reads):
+    pipeline = STATES["pipeline"]
+    flat = {"mesh__fsdp": 1, "model__num_layers": 3, "devices": 1}
+    folder, memory = tmp_path / "run", tmp_path / "memory"
+    first, second = (pipeline, flat) if before else (flat, pipeline)
+    crash(folder, memory, after=6, **first)
+    run(folder, memory, **second)
+    assert not reads
+    assert events(folder, "memory_restore")[0]["step"] == 6
+    run(tmp_path / "straight", None, **second)
+    reference = losses(tmp_path / "straight")
+    assert reference.keys() == set(range(1, 10))
+    assert losses(folder) == pytest.approx(reference, rel=1e-5)
+
+
+def test_a_rollback_makes_the_steps_in_memory_invalid(tmp_path, monkeypatch):
+    """A fault after step 6 goes back to the folder's step 4, and training goes on."""
+    folder, memory = tmp_path / "run", tmp_path / "memory"
+    fault = Diverged("drift", "on order", first=7, last=7, policy="rollback")
+    faults = iter([fault])
+
+    class Fault(Callback):
+        may_request = False
+
+        def on_step(self, view):
+            if view.step == 8:
+                for fault in faults:
+                    branches.append((folder / memory_saves.BRANCH_FILE).read_text())
+                    raise fault
+
+    branches: list[str] = []
+    run(folder, memory, Fault(), train__steps=12, checkpoint__memory_every_steps=3)
+    assert [event["step"] for event in events(folder, "restore")] == [4]
+    assert (folder / memory_saves.BRANCH_FILE).read_text() != branches[0]
+    saves = [save["step"] for save in events(folder, "memory_save")]
+    assert saves == [3, 6, 6, 9]  # the last step is the folder's alone
 
 
 def test_steps_in_memory_follow_the_folder_and_each_other(tmp_path):
