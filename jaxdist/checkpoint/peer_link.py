@@ -370,11 +370,7 @@ class Link:
             not come here, or somebody has altered it.
         """
         kind, length = self._receive_header({*allowed, Kind.REFUSED})
-        payload = self._receive(length)
-        self._check_tag(kind, length, hashlib.sha256(payload).digest())
-        if kind is Kind.REFUSED:
-            self._raise_refusal(payload)
-        return kind, payload
+        return kind, self._receive_payload(kind, length)
 
     def send_data(self, file: BinaryIO, size: int) -> None:
         """Sends the next bytes of a file as DATA frames, and their digest.
@@ -423,9 +419,7 @@ class Link:
         while start < size:
             kind, length = self._receive_header({Kind.DATA, Kind.REFUSED})
             if kind is Kind.REFUSED:
-                payload = self._receive(length)
-                self._check_tag(kind, length, hashlib.sha256(payload).digest())
-                self._raise_refusal(payload)
+                self._receive_payload(kind, length)
             if length > size - start:
                 raise self._error("sent more data than was agreed")
             first = 0 if into is None else start
@@ -445,9 +439,14 @@ class Link:
         if not hmac.compare_digest(proof, _derive(token, side, nonces)):
             raise self._error("does not have this run's token")
 
-    def _raise_refusal(self, payload: bytes) -> None:
-        reason = _printable(payload.decode("utf-8", "replace"))
-        raise RefusedError(self.peer, f"refused: {reason}")
+    def _receive_payload(self, kind: Kind, length: int) -> bytes:
+        """Receives the rest of a frame other than DATA, and raises a refusal."""
+        payload = self._receive(length)
+        self._check_tag(kind, length, hashlib.sha256(payload).digest())
+        if kind is Kind.REFUSED:
+            reason = _printable(payload.decode("utf-8", "replace"))
+            raise RefusedError(self.peer, f"refused: {reason}")
+        return payload
 
     def _send_frame(
         self, kind: Kind, payload: bytes | memoryview, content: bytes

@@ -496,6 +496,7 @@ class PeerConnection:
         Raises:
           RefusedError: the peer has no such copy or range.
           PeerError: the peer fails.
+          ValueError: a number is negative or too large. Nothing was sent.
         """
         data = bytearray(length)
         self.read_into(step, owner, offset, memoryview(data))

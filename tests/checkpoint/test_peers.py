@@ -1,6 +1,7 @@
 """Copies of checkpoints between processes: what honest peers get, and hostile ones do not."""
 
 import contextlib
+import gc
 import hashlib
 import io
 import os
@@ -254,6 +255,16 @@ def test_a_refusal_leaves_the_connection_usable(server, store):
         with pytest.raises(RefusedError, match="the copy has 3 bytes"):
             connection.read(1, 0, 2, 2)
         assert connection.read(1, 0, 2, 1) == b"c"
+
+
+def test_the_time_of_a_request_begins_with_it(store):
+    limits = Limits(handshake_s=0.5, idle_s=SOON_S, total_s=SOON_S)
+    with (
+        serving(store, limits=limits) as server,
+        PeerClient(TOKEN, limits).connection(server.address) as connection,
+    ):
+        time.sleep(0.6)
+        assert connection.inventory() == {}
 
 
 def test_copies_that_the_placement_does_not_choose_are_refused(store):
@@ -1068,6 +1079,7 @@ def open_files() -> int:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
 def test_nothing_is_left_after_the_end(store):
+    gc.collect()  # sockets of other tests
     files = open_files()
     threads = set(threading.enumerate())
     store.copies[1, 0] = bytes(8 * CHUNK_BYTES)
@@ -1092,6 +1104,8 @@ def test_nothing_is_left_after_the_end(store):
 def test_failed_connections_leave_no_socket(server):
     client = PeerClient(OTHER_TOKEN)
     connections = [client.connection(server.address) for _ in range(20)]
+    PeerClient(TOKEN).inventory(server.address)  # the server has opened all it needs
+    wait_until(lambda: not server._connections)
     files = open_files()
     for connection in connections:
         with pytest.raises(PeerError), connection:
