@@ -44,6 +44,7 @@ from jaxdist.checkpoint.ranges import StoredArray, StoredPiece
 from jaxdist.config import trees
 from jaxdist.distributed import coordination
 from jaxdist.storage import atomic, run_format, untrusted
+from jaxdist.telemetry import clock
 
 KEEP = 2  # complete steps that stay in memory
 # Copies of a process's part of the state: the kept steps, the one that is being written,
@@ -175,6 +176,9 @@ class MemoryTier:
         self._candidates: list[Candidate] = []  # newest first
         self._background = Background(self.store.folder, timeout_s)
         self._board = coordination.Board("memory")
+        # for the values of `_from_first`: their keys, and how many there were
+        self._prefix = f"jaxdist/memory/{coordination.broadcast(secrets.token_hex(8))}"
+        self._values = 0
         self._results = queue.SimpleQueue[MemorySave]()
         self._share = _Share()
         self._staging: np.ndarray | None = None
@@ -505,7 +509,26 @@ class MemoryTier:
             metadata=dict(metadata) if ready and allowed else {},
             interval=interval,
         )
-        return Decision(*coordination.broadcast(decision))
+        return Decision(*self._from_first(decision))
+
+    def _from_first(self, value: Any) -> Any:
+        """Sends the first process's JSON value to all, as `coordination.broadcast`.
+
+        The service would keep each value for ever, and metadata is large. So a value is
+        deleted at the call after the next: all processes have read it by then.
+        """
+        client = coordination.kv_client()
+        if client is None:
+            return value
+        self._values += 1
+        key = f"{self._prefix}/{self._values}"
+        if jax.process_index() == 0:
+            client.key_value_set(key, json.dumps(value))
+            client.key_value_delete(f"{self._prefix}/{self._values - 2}")
+            return value
+        with clock.timed(clock.WAIT):
+            text = client.blocking_key_value_get(key, 1000 * coordination.FOREVER_S)
+        return json.loads(text)
 
     def save(self, step: int, arrays: Mapping[str, Any], decision: Decision) -> None:
         """Copies arrays to the host, and starts to write them.

@@ -61,6 +61,9 @@ class MemorySaves(Callback):
         """
         config = run.config.checkpoint
         if not config.memory_folder:
+            # Steps in memory would be those of another history once it is set again.
+            if coordination.is_lead():
+                (run.folder / BRANCH_FILE).unlink(missing_ok=True)
             return
         self._run = run
         # A copy of a workdir has the identity of its run, and trains on its own.

@@ -391,6 +391,22 @@ def test_steps_of_a_history_that_was_left_do_not_count(tmp_path):
     assert events(folder, "restore")[0]["step"] == 4
 
 
+def test_steps_in_memory_do_not_outlive_a_start_without_them(tmp_path):
+    folder, memory = tmp_path / "run", tmp_path / "memory"
+    crash(folder, memory, after=6)
+    with pytest.raises(Crash):
+        run(folder, None, CrashAfter(5))
+    assert events(folder, "restore")[-1]["step"] == 4
+    run(folder, memory)
+    assert not events(folder, "memory_restore")
+    assert events(folder, "restore")[-1]["step"] == 4
+
+
+def test_copies_without_another_host_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="memory_peers=1: .* need 2 hosts"):
+        run(tmp_path / "run", tmp_path / "memory", checkpoint__memory_peers=1)
+
+
 def test_a_full_memory_at_the_start_is_refused_with_the_arithmetic(
     tmp_path, monkeypatch
 ):
