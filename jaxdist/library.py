@@ -41,6 +41,7 @@ from jaxdist.trainer.best import KeepBest
 from jaxdist.trainer.callbacks import Callback
 from jaxdist.trainer.compose import UserInputs
 from jaxdist.trainer.loggers import Loggers
+from jaxdist.trainer.memory_saves import MemorySaves
 from jaxdist.trainer.profiling import Profile
 from jaxdist.trainer.run_config import RunConfig
 from jaxdist.trainer.user_model import Model
@@ -79,6 +80,7 @@ def run_callbacks(
         Profile(),
         KeepBest(),
         CheckpointCopies(),
+        MemorySaves(),
         Report(ledger),
         Sample(),
     ]

@@ -55,6 +55,16 @@ class CheckpointConfig:
     ] = ""
     # seconds that the end of a run waits for unfinished copies
     copy_wait_s: NonNegativeFloat = 120.0
+    # folder in the memory of each host for recent steps, such as /dev/shm; variables of
+    # the environment, such as $USER, are replaced; "" = no steps in memory
+    memory_folder: Annotated[str, Needs("jaxdist.trainer.memory_saves.MemorySaves")] = (
+        ""
+    )
+    # steps between saves in memory; 0 = the interval that loses least time, from the
+    # cost of saves and the rate of failures
+    memory_every_steps: NonNegativeInt = 0
+    # number of other hosts that get a copy of each file in memory; 0 = none
+    memory_peers: NonNegativeInt = 0
 
     @property
     def saves(self) -> bool:
@@ -93,11 +103,14 @@ class CheckpointConfig:
                 f"checkpoint.keep_best={self.keep_best}: required a field of evaluation rows, such as eval_loss. "
                 f"Add :max if larger is better, as in eval_accuracy:max."
             )
-        if self.chip_hours_per_failure and self.interval == "fixed":
+        in_memory = bool(self.memory_folder) and not self.memory_every_steps
+        chooses = self.interval == "auto" or in_memory
+        if self.chip_hours_per_failure and not chooses:
             yield (
                 f"checkpoint.chip_hours_per_failure={self.chip_hours_per_failure:g} has no effect: "
                 f"checkpoint.interval is fixed. Set checkpoint.interval=auto, or remove this key."
             )
+        yield from self._memory_faults()
         if "://" in self.folder and not self.folder.startswith("gs://"):
             yield f"checkpoint.folder={self.folder}: must be a path or gs://..."
         copy_to = without_secrets(self.copy_to)
@@ -107,4 +120,22 @@ class CheckpointConfig:
             yield (
                 f"checkpoint.copy_to={copy_to}: checkpoint.folder={self.folder} is in a store already. "
                 f"Leave one of the two empty."
+            )
+
+    def _memory_faults(self) -> Iterator[str]:
+        """Yields an error for each field of the memory tier that has no effect."""
+        if "://" in self.memory_folder:
+            yield (
+                f"checkpoint.memory_folder={self.memory_folder}: must be a path on each host. Give one in "
+                f"memory, as /dev/shm."
+            )
+        if self.memory_every_steps and not self.memory_folder:
+            yield (
+                f"checkpoint.memory_every_steps={self.memory_every_steps} has no effect: there is no folder "
+                f"in memory. Set checkpoint.memory_folder, as /dev/shm, or remove this key."
+            )
+        if self.memory_peers and not self.memory_folder:
+            yield (
+                f"checkpoint.memory_peers={self.memory_peers} has no effect: there is no folder in memory. "
+                f"Set checkpoint.memory_folder, as /dev/shm, or remove this key."
             )

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
@@ -82,6 +82,36 @@ class Restored(NamedTuple):
     metadata: dict[str, Any]
 
 
+class MemoryTier(Protocol):
+    """Steps in memory that are newer than those of the folder (`memory_tier.py`).
+
+    Every process makes the calls, but `newest_metadata` and `leave_branch`.
+    """
+
+    def restore(
+        self, abstract_state: Any, *, not_before: int, partial: bool
+    ) -> Restored | None:
+        """Restores the newest sound step; None = there is none.
+
+        Args:
+          abstract_state: as in `CheckpointManager.restore`.
+          not_before: steps before this one do not count.
+          partial: as in `CheckpointManager.restore`.
+
+        Raises:
+          state_dict.LayoutError: the step holds another model or optimizer.
+        """
+
+    def confirm(self) -> bool:
+        """Tests whether a step can be restored. It hashes the files of the newest."""
+
+    def newest_metadata(self, not_before: int) -> dict[str, Any]:
+        """Finds the metadata of the newest step; {} = there is none."""
+
+    def leave_branch(self) -> None:
+        """Makes all steps invalid, because the run goes back to an older one."""
+
+
 def preload() -> Any:
     """Imports the module that needs Orbax, which takes a second or two.
 
@@ -141,6 +171,10 @@ class CheckpointManager:
         self.held: frozenset[int] = frozenset()
         # fetches a copy of a step that a restore found damaged
         self.fetch: Fetch = lambda step, reason: 0
+        # newer steps in memory; None = there are none
+        self.memory: MemoryTier | None = None
+        # collects the metadata of a step from the run's progress
+        self.metadata: Callable[[Any], dict[str, Any]] = lambda progress: {}
         # the step that was last restored, or whose save began last. It is not due
         # again. None: there is none, or that save has failed.
         self._last_begun: int | None = None
@@ -536,6 +570,8 @@ class CheckpointManager:
         Damaged steps that are newer are listed in `damaged_steps`. With mode "write"
         they move to quarantine, unless no step is intact: then all stay in place.
 
+        A sound step in `memory` that is as new as those of the folder comes first.
+
         Args:
           abstract_state: tree of leaves with shape, dtype and sharding, or a function
             that makes it from the description of a step (`MakeAbstract`). The function
@@ -555,6 +591,13 @@ class CheckpointManager:
         if self.mode == "write":
             self.check_owner()
         self.wait()
+        if self.memory is not None and step is None:
+            newest = coordination.broadcast(max(self.steps(), default=-1))
+            from_memory = self.memory.restore(
+                abstract_state, not_before=newest, partial=partial
+            )
+            if from_memory is not None:
+                return from_memory
         failures: dict[int, str] = {}
         for candidate in self._candidates(step, failures):
             try:
@@ -627,7 +670,7 @@ class CheckpointManager:
             processes raise it.
         """
         # The read below waits for all processes, so all must know of an error first.
-        with _error_on_all(CheckpointError, OSError):
+        with error_on_all(CheckpointError, OSError):
             manifest = integrity.check(
                 self.folder,
                 step,
@@ -639,13 +682,13 @@ class CheckpointManager:
             abstract_state = abstract_state(info)
         state_dict.check(info.arrays, abstract_state, partial=partial)
         # Orbax and TensorStore raise many types for the same damage.
-        with _error_on_all(Exception):
+        with error_on_all(Exception):
             abstract_arrays = state_dict.to_canonical(abstract_state)
             arrays = self._backend.read(self.folder / str(step), abstract_arrays)
             restored = Restored(
                 state_dict.from_canonical(arrays, abstract_state), info.metadata
             )
-        _check_arrays(step, arrays, manifest)
+        check_arrays(step, arrays, manifest.fingerprints)
         return restored
 
     def _quarantine_damaged(self, failures: Mapping[int, str]) -> None:
@@ -682,16 +725,21 @@ class CheckpointManager:
         self.close()
 
 
-def _check_arrays(
-    step: int, arrays: Mapping[str, jax.Array], manifest: integrity.Manifest
+def check_arrays(
+    step: int, arrays: Mapping[str, jax.Array], fingerprints: Mapping[str, str]
 ) -> None:
     """Checks that restored arrays are those that were saved as `step`.
+
+    Args:
+      step: the step.
+      arrays: its arrays on the devices, by canonical name.
+      fingerprints: fingerprint of each array that was saved.
 
     Raises:
       CheckpointError: fingerprints differ, or the state is that of another step.
     """
     sums = fingerprint.of(arrays)
-    changed = [name for name in sums if sums[name] != manifest.fingerprints.get(name)]
+    changed = [name for name in sums if sums[name] != fingerprints.get(name)]
     if changed:
         raise CheckpointError(
             f"not what was saved, by fingerprint: {', '.join(changed[:8])}"
@@ -704,7 +752,7 @@ def _check_arrays(
 
 
 @contextlib.contextmanager
-def _error_on_all(*kinds: type[Exception]) -> Iterator[None]:
+def error_on_all(*kinds: type[Exception]) -> Iterator[None]:
     """Turns errors of these kinds on any process into a CheckpointError on all."""
     reason = ""
     try:

@@ -99,7 +99,7 @@ def settle_schedule_and_checkpoint(run: Run) -> SettledSchedule:
 def _settle(run: Run) -> SettledSchedule:
     config = run.config
     store = run.store
-    metadata = integrity.newest_metadata(store.folder, store.run)
+    metadata = _newest_metadata(store)
     if run_metadata.PROGRESS not in metadata:
         steps = schedules.settle(config.optimizer, config.train.steps)
         return SettledSchedule(steps, back_to=None, newest=0)
@@ -137,6 +137,14 @@ def _settle(run: Run) -> SettledSchedule:
     return SettledSchedule(steps, back_to=back_to(steps), newest=done)
 
 
+def _newest_metadata(store: CheckpointManager) -> dict[str, Any]:
+    """Reads the metadata of a run's newest step, in memory or in the folder."""
+    metadata = {}
+    if store.memory is not None:
+        metadata = store.memory.newest_metadata(max(store.steps(), default=-1))
+    return metadata or integrity.newest_metadata(store.folder, store.run)
+
+
 def _recorded_steps(folder: Path) -> ScheduleSteps | None:
     """Reads the schedule in run.json; None if there is none."""
     with contextlib.suppress(OSError, untrusted.Malformed):
@@ -152,13 +160,15 @@ def _recorded_steps(folder: Path) -> ScheduleSteps | None:
 def has_saved(run: Run) -> bool:
     """Tests whether a run has saved, so that it must resume and not begin anew.
 
-    Torn checkpoints and those in quarantine count, too: a restore reports that none is
+    A sound step in memory counts if the folder has none. Torn checkpoints and those in quarantine count, too: a restore reports that none is
     intact. Every process makes the call.
 
     Raises:
       CheckpointError: the run has saved, but its checkpoints are gone.
     """
     if coordination.broadcast(folders.has_steps(run.store.folder)):
+        return True
+    if run.store.memory is not None and run.store.memory.confirm():
         return True
     saves = iter_events(run.folder, ["save"])
     has_event = any(line.row is not None and line.row.get("ok") for line in saves)
@@ -297,6 +307,8 @@ def roll_back(run: Run, fault: Diverged) -> Restored | None:
 def _quarantine_undone(store: CheckpointManager, after: int, reason: str) -> None:
     """Quarantines the steps after a step, because the run repeats them."""
     if jax.process_index() == 0:
+        if store.memory is not None:
+            store.memory.leave_branch()
         for step in reversed(folders.all_steps(store.folder)):
             if step > after:
                 folders.quarantine(store.folder, step, reason, undone=True)

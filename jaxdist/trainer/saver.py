@@ -1,5 +1,6 @@
 """The saver of a run, which starts saves when they are due and reports their results."""
 
+import functools
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -61,6 +62,9 @@ class Saver:
     def __post_init__(self) -> None:
         self.store = self.run.store
         self.views = self.run.built.views
+        self.store.metadata = functools.partial(
+            checkpoint_metadata, self.run, self.schedule, self.callbacks
+        )
 
     def decide_by_rules(self, step: int) -> bool:
         """Decides whether the rules of `checkpoint.*` ask for a save after this step.
@@ -81,9 +85,7 @@ class Saver:
         self.report(last=view.last)
 
     def _save(self, view: StepView) -> None:
-        metadata = checkpoint_metadata(
-            self.run, self.schedule, self.callbacks, view.progress
-        )
+        metadata = self.store.metadata(view.progress)
         if self._prepared:
             self._prepared.result()
         began = time.monotonic()

@@ -242,11 +242,12 @@ def test_keys_keep_to_their_budgets_and_each_has_a_meaning():
     # a store wants fewer bytes, a fast one less processor time beside training. 154 with
     # data.truncation: a pair of preferences with a long prompt has its completions at
     # the end, and keeping the start would drop it. 155 with model.head: a reward model
-    # has another output, which commands and exports must know.
+    # has another output, which commands and exports must know. 158 with three keys of
+    # checkpoint.memory_*: where steps in memory are, how often, and on how many hosts.
     too_many = (
-        f"{len(others)} keys without features: drop one, or raise 155 and say why"
+        f"{len(others)} keys without features: drop one, or raise 158 and say why"
     )
-    assert len(others) <= 155, too_many
+    assert len(others) <= 158, too_many
     assert not [path for path, field in fields.items() if not field.doc]
 
 

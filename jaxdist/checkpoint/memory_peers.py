@@ -1,0 +1,178 @@
+"""Files of the memory tier on other hosts.
+
+After each save a process gives its file to processes on other hosts, in a thread. A
+host that has lost its memory gets the files that it needs from there. Every file that
+arrives is verified before it counts (`MemoryStore.receive`).
+"""
+
+import contextlib
+import secrets
+import socket
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import jax
+
+# the service's address has no public name in jax 0.10 to 0.12
+from jax._src import distributed
+
+from jaxdist.checkpoint import memory_store
+from jaxdist.checkpoint.folders import CheckpointError, error_text
+from jaxdist.checkpoint.memory_store import MemoryStore
+from jaxdist.checkpoint.peer_link import TOKEN_BYTES, PeerError
+from jaxdist.checkpoint.peers import (
+    PeerClient,
+    PeerServer,
+    Sender,
+    place,
+    placement_faults,
+)
+from jaxdist.distributed import coordination
+from jaxdist.distributed.cluster import LOOPBACK
+
+_RANGE_BYTES = 1 << 24  # bytes of a file that are asked for at once
+
+
+class _Peer(NamedTuple):
+    """A process, as it tells the others."""
+
+    process: int
+    address: str  # of its server; "" = it has none
+    host: str  # name of the folder, which the processes of a host share
+    slice_index: int
+    error: str  # why it has no server
+
+
+class MemoryPeers:
+    """Server, sender and client of this process. All processes of a run have them."""
+
+    def __init__(self, store: MemoryStore, copies: int) -> None:
+        """Starts to serve, and agrees on who holds whose copies. Communicates.
+
+        Args:
+          store: files of this host.
+          copies: number of other hosts that get a copy of each file.
+
+        Raises:
+          CheckpointError: there are too few hosts, or a process cannot serve. All
+            processes raise it.
+        """
+        self.oldest = 0  # copies of steps before this one are refused
+        self._store = store
+        token = bytes.fromhex(coordination.broadcast(secrets.token_hex(TOKEN_BYTES)))
+        self._stack = contextlib.ExitStack()
+        me = self._serve(token)
+        self._peers = [_Peer(*vote) for vote in coordination.votes(me)]
+        hosts = [peer.host for peer in self._peers]
+        faults = [
+            f"process {peer.process}: {peer.error}"
+            for peer in self._peers
+            if peer.error
+        ]
+        faults += placement_faults(hosts, copies)
+        if faults:
+            self._stack.close()
+            raise CheckpointError(f"checkpoint.memory_peers={copies}: {faults[0]}.")
+        slices = [peer.slice_index for peer in self._peers]
+        holders = place(hosts, slices, copies)[jax.process_index()]
+        self._client = PeerClient(token)
+        addresses = [self._peers[number].address for number in holders]
+        self._sender = self._stack.enter_context(Sender(self._client, addresses))
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether no copy leaves this machine."""
+        return all(peer.address.startswith(LOOPBACK) for peer in self._peers)
+
+    def _serve(self, token: bytes) -> _Peer:
+        address = error = ""
+        try:
+            server = PeerServer(_interface(), token, self._store, self._accepts)
+            address = self._stack.enter_context(server).address
+        except (OSError, ValueError) as failure:
+            error = error_text(failure)
+        return _Peer(
+            process=jax.process_index(),
+            address=address,
+            host=self._store.place,
+            slice_index=getattr(jax.local_devices()[0], "slice_index", 0) or 0,
+            error=error,
+        )
+
+    def _accepts(self, step: int, owner: int, size: int) -> str:
+        """Explains why a copy is not wanted; "" if it is."""
+        if step < self.oldest:
+            return f"step {step} is older than step {self.oldest}"
+        room = memory_store.room_of(self._store.folder)
+        if size > room.bytes:
+            return f"{room.bytes} bytes are free"
+        return ""
+
+    def offer(self, step: int, owner: int, size: int) -> None:
+        """Starts to send a file of this host, unless the one before is being sent."""
+        self._sender.offer(
+            step, owner, lambda: self._store.open_read(step, owner), size
+        )
+
+    def take_failures(self) -> list[str]:
+        """Describes the copies that were not stored since the last call."""
+        return [
+            f"step {copy.step}, part {copy.owner}, at {copy.holder}: {copy.reason}"
+            for copy in self._sender.take_outcomes()
+            if copy.reason
+        ]
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until nothing is being sent; False if that takes longer."""
+        return self._sender.wait(seconds)
+
+    def fetch(self, step: int, owner: int, processes: Iterable[int]) -> None:
+        """Gets a file from any of the processes that hold it.
+
+        Raises:
+          CheckpointError: none of them has given it.
+        """
+        faults = []
+        addresses = {peer.process: peer.address for peer in self._peers}
+        for process in processes:
+            try:
+                self._fetch(step, owner, addresses[process])
+                return
+            except (PeerError, CheckpointError, OSError, KeyError) as error:
+                faults.append(f"process {process}: {error_text(error)}")
+        raise CheckpointError(
+            f"part {owner} of step {step} was not received; {'; '.join(faults)}"
+        )
+
+    def _fetch(self, step: int, owner: int, address: str) -> None:
+        with self._client.connection(address) as connection:
+            size = connection.inventory()[step][owner]
+            with self._store.receive(step, owner, size) as file:
+                buffer = memoryview(bytearray(min(size, _RANGE_BYTES)))
+                for first, count in _ranges(size):
+                    connection.read_into(step, owner, first, buffer[:count])
+                    file.write(buffer[:count])
+
+    def close(self) -> None:
+        """Gives up what is being sent, and ends the server."""
+        self._stack.close()
+
+
+def _ranges(size: int) -> Iterator[tuple[int, int]]:
+    for first in range(0, size, _RANGE_BYTES):
+        yield first, min(_RANGE_BYTES, size - first)
+
+
+def _interface() -> str:
+    """Finds this host's address on the way to the first process.
+
+    Raises:
+      OSError: there is no way.
+    """
+    coordinator = distributed.global_state.coordinator_address or f"{LOOPBACK}:9"
+    host, _, port = coordinator.rpartition(":")
+    infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, address = infos[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])

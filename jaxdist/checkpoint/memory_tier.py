@@ -1,0 +1,897 @@
+"""The memory tier: recent steps in the memory of the hosts, beside those of the folder.
+
+A save copies each process's part of the state to the host while the loop waits. A
+thread then writes it to a file of `memory_file.py`. The first process counts the step
+once all processes have written theirs. No file holds what another one holds.
+
+A restore agrees on the newest step whose files are all there. It hashes them, reads the
+boxes that its own sharding needs, and compares the fingerprints on the devices. A file
+that fails is set aside, and the next older step is tried.
+
+Every process makes the same calls in the same order, if a method does not say otherwise.
+"""
+
+import contextlib
+import functools
+import json
+import queue
+import secrets
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from jaxdist.checkpoint import (
+    fingerprint,
+    memory_file,
+    memory_store,
+    ranges,
+    state_dict,
+)
+from jaxdist.checkpoint.background import Background
+from jaxdist.checkpoint.folders import CheckpointError, error_text
+from jaxdist.checkpoint.manager import Restored, check_arrays, error_on_all
+from jaxdist.checkpoint.memory_file import BadFile, Box, Header, OtherBranch, Piece
+from jaxdist.checkpoint.memory_peers import MemoryPeers
+from jaxdist.checkpoint.memory_store import MemoryStore
+from jaxdist.checkpoint.ranges import StoredArray, StoredPiece
+from jaxdist.config import trees
+from jaxdist.distributed import coordination
+from jaxdist.storage import atomic, run_format, untrusted
+from jaxdist.telemetry import clock
+
+KEEP = 2  # complete steps that stay in memory
+# Copies of a process's part of the state: the kept steps, the one that is being written,
+# and the arrays that were copied from the devices.
+FILES = KEEP + 1
+STAGED = 1
+_BRANCH = "branch"  # key of the file that names the branch
+# seconds between two looks at which processes have written, at first and at most
+_LOOK_S = 0.01
+_MOST_LOOK_S = 0.5
+
+
+class MemorySave(NamedTuple):
+    """Outcome of one save. On processes other than the first, that of their own file."""
+
+    step: int
+    error: str  # why the step does not count; "" = it is complete
+    seconds: float  # from the call of `save` until all files were written
+    bytes: int  # of all arrays
+    blocked_s: float  # seconds that training stood still
+    # copies on other hosts that failed since the save before
+    failed_copies: list[str]
+
+
+class BadCopy(NamedTuple):
+    """A file that a restore could not use."""
+
+    step: int
+    owner: int  # number of the file; -1 = the step as a whole
+    place: str  # the host and its folder
+    reason: str
+
+
+class Decision(NamedTuple):
+    """What the first process decides before a save."""
+
+    begins: bool  # whether the previous save has ended
+    kept: list[int]  # steps that stay in memory
+    metadata: dict[str, Any]  # metadata of the step
+    interval: int  # steps until the next save; 0 = as before
+
+
+@dataclass
+class Candidate:
+    """A step whose files are all held by some process."""
+
+    header: Header  # that of any of its files
+    # {owner: {place: processes}} that hold its file
+    holders: dict[int, dict[str, list[int]]]
+    is_confirmed: bool = False  # whether its files were hashed
+
+    @property
+    def step(self) -> int:
+        """The step."""
+        return self.header.step
+
+    def processes(self, owner: int) -> list[int]:
+        """Lists the processes that hold a file."""
+        places = self.holders[owner].values()
+        return sorted(process for each in places for process in each)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every file is held."""
+        return all(self.holders.get(owner) for owner in range(self.header.owners))
+
+
+@dataclass
+class _Job:
+    """A save whose arrays are on the host."""
+
+    header: Header  # without fingerprints
+    contents: list[np.ndarray]
+    sums: jax.Array  # of `fingerprint.start`
+    failure: str  # why the arrays were not copied; "" = they were
+    kept: list[int]  # older steps that stay
+    bytes: int  # of all arrays
+    began: float  # monotonic seconds
+    blocked_s: float  # seconds that training stood still
+
+
+@dataclass
+class _Inventory:
+    """The files of this process's folder, as it tells the others."""
+
+    headers: dict[tuple[int, int], Header] = field(default_factory=dict)
+    bad: list[BadCopy] = field(default_factory=list)
+
+
+class MemoryTier:
+    """The steps of a run in memory. It is a `manager.MemoryTier`."""
+
+    def __init__(
+        self,
+        folder: str,
+        run: str,
+        branch_file: Path,
+        timeout_s: int,
+        copies: int = 0,
+    ) -> None:
+        """Opens the folder on this host. Communicates.
+
+        Args:
+          folder: checkpoint.memory_folder, which other runs may share.
+          run: identity of the run.
+          branch_file: file of the workdir that names the run's present history. Only
+            the first process reads and writes it.
+          timeout_s: seconds that a save may take before it counts as failed.
+          copies: number of other hosts that get a copy of each file.
+
+        Raises:
+          CheckpointError: the folder cannot be used, or there are too few hosts.
+        """
+        self._branch_file = branch_file
+        self._timeout_s = timeout_s
+        branch = coordination.broadcast(_read_branch(branch_file))
+        with error_on_all(CheckpointError):
+            place = memory_store.expand(folder)
+            self.store = MemoryStore(place, run=run, branch=branch)
+            self.store.open()
+        # files on other hosts; None = they have none
+        self.peers = MemoryPeers(self.store, copies) if copies else None
+        # files that restores could not use; equal on all processes
+        self.bad: list[BadCopy] = []
+        self.restored: Candidate | None = None  # the step that was restored
+        self.restored_bytes = 0  # bytes that this process has read for it
+        # steps that are complete, ascending. Only those of the first process count.
+        self.complete: list[int] = []
+        self._candidates: list[Candidate] = []  # newest first
+        self._background = Background(self.store.folder, timeout_s)
+        self._board = coordination.Board("memory")
+        # for the values of `_from_first`: their keys, and how many there were
+        self._prefix = f"jaxdist/memory/{coordination.broadcast(secrets.token_hex(8))}"
+        self._values = 0
+        self._results = queue.SimpleQueue[MemorySave]()
+        self._share = _Share()
+        self._staging: np.ndarray | None = None
+
+    # --- Finding steps ----------------------------------------------------------------
+
+    def look(self) -> None:
+        """Agrees with all processes on the steps that are complete."""
+        place = self.store.place
+        inventory = self._look_here(place)
+        votes = coordination.votes(
+            {
+                "process": jax.process_index(),
+                "place": place,
+                "bad": inventory.bad,
+                "files": [
+                    [step, owner, header.owners, header.agreed]
+                    for (step, owner), header in inventory.headers.items()
+                ],
+            }
+        )
+        holders: dict[tuple[int, str], dict[int, dict[str, list[int]]]] = {}
+        owners: dict[tuple[int, str], int] = {}
+        holding: dict[tuple[int, str], set[int]] = defaultdict(set)
+        for vote in votes:
+            self.bad += [BadCopy(*entry) for entry in vote["bad"]]
+            for step, owner, count, agreed in vote["files"]:
+                key = (step, agreed)
+                owners[key] = count
+                holding[key].add(vote["process"])
+                places = holders.setdefault(key, {}).setdefault(owner, {})
+                places.setdefault(vote["place"], []).append(vote["process"])
+        for key in sorted(holders, reverse=True):
+            if set(range(owners[key])) <= holders[key].keys():
+                header = self._header_of(key, inventory, holding[key])
+                self._candidates.append(Candidate(header, holders[key]))
+
+    def _look_here(self, place: str) -> _Inventory:
+        """Reads the headers of this host's files, and sets bad ones aside."""
+        found = _Inventory()
+        if not self.store.branch:
+            return found
+        for step, owners in self.store.inventory().items():
+            for owner in owners:
+                try:
+                    opened = self.store.read_header(step, owner)
+                except (KeyError, OtherBranch):
+                    continue  # deleted meanwhile, or by `begin_branch` later
+                except BadFile as error:
+                    self.store.set_aside(step, owner)
+                    found.bad.append(BadCopy(step, owner, place, str(error)))
+                    continue
+                found.headers[step, owner] = opened.header
+        return found
+
+    def _header_of(
+        self, key: tuple[int, str], inventory: _Inventory, holding: set[int]
+    ) -> Header:
+        """Gets a header of a step, from another process if this one has none."""
+        mine = [
+            header
+            for header in inventory.headers.values()
+            if (header.step, header.agreed) == key
+        ]
+        if len(holding) == jax.process_count():
+            return mine[0]
+        vote = None
+        if jax.process_index() == min(holding):
+            vote = {**mine[0].to_json(), "pieces": []}
+        (document,) = coordination.votes(vote)
+        return Header.from_json(document)
+
+    def newest_metadata(self, not_before: int) -> dict[str, Any]:
+        """Finds the metadata of the newest step that is not older than `not_before`.
+
+        It is {} if there is none. This communicates with no process.
+        """
+        for candidate in self._candidates:
+            if candidate.step >= not_before:
+                return dict(candidate.header.metadata)
+        return {}
+
+    def confirm(self) -> bool:
+        """Hashes the files of the newest step, and drops it if one is bad, and so on.
+
+        Returns:
+          Whether a step is left.
+        """
+        while self._candidates:
+            with contextlib.suppress(CheckpointError):
+                self._confirm(self._candidates[0])
+                return True
+            self._candidates.pop(0)
+        return False
+
+    def _confirm(self, candidate: Candidate) -> None:
+        """Hashes a step's files. The processes of a host split the work.
+
+        Raises:
+          BadFile: a file is bad, and no other process holds it.
+        """
+        if candidate.is_confirmed:
+            return
+        step = candidate.step
+        place = self.store.place
+        bad: list[BadCopy] = []
+        for number, owner in enumerate(sorted(candidate.holders)):
+            processes = candidate.holders[owner].get(place, [])
+            if not processes:
+                continue
+            if processes[number % len(processes)] != jax.process_index():
+                continue
+            try:
+                self.store.verify(step, owner)
+            except (BadFile, KeyError) as error:
+                self.store.set_aside(step, owner)
+                bad.append(BadCopy(step, owner, place, error_text(error)))
+        votes = coordination.votes(bad or None)
+        found = [BadCopy(*entry) for vote in votes for entry in vote]
+        self.bad += found
+        for copy in found:
+            candidate.holders[copy.owner].pop(copy.place, None)
+        if not candidate.is_complete:
+            raise BadFile(f"step {step}: {found[0].reason}")
+        candidate.is_confirmed = True
+
+    # --- Restoring --------------------------------------------------------------------
+
+    def restore(
+        self, abstract_state: Any, *, not_before: int, partial: bool
+    ) -> Restored | None:
+        """Restores the newest sound step; None = there is none.
+
+        Args:
+          abstract_state: tree of leaves with shape, dtype and sharding, or a function
+            that makes it from the description of a step.
+          not_before: steps before this one do not count.
+          partial: whether the state may lack some of the stored arrays.
+
+        Raises:
+          LayoutError: the step holds another model or optimizer.
+        """
+        for candidate in self._candidates:
+            if candidate.step < not_before:
+                break
+            try:
+                self._confirm(candidate)
+                restored = self._restore(candidate, abstract_state, partial=partial)
+            except state_dict.LayoutError:
+                raise
+            except CheckpointError as error:
+                self._give_up(candidate, str(error))
+                continue
+            self.restored = candidate
+            self.complete = sorted(
+                other.step for other in self._candidates if other.step <= candidate.step
+            )[-KEEP:]
+            return restored
+        return None
+
+    def _restore(
+        self, candidate: Candidate, abstract_state: Any, *, partial: bool
+    ) -> Restored:
+        """Restores a step whose files are sound.
+
+        Raises:
+          CheckpointError: the step cannot be restored. All processes raise it.
+        """
+        info = candidate.header.info
+        if callable(abstract_state):
+            abstract_state = abstract_state(info)
+        state_dict.check(info.arrays, abstract_state, partial=partial)
+        abstract = state_dict.to_canonical(abstract_state)
+        if self.peers is not None:
+            self._fetch(self.peers, candidate, abstract)
+        with error_on_all(Exception):
+            arrays = self._read(candidate, abstract)
+            state = state_dict.from_canonical(arrays, abstract_state)
+        check_arrays(candidate.step, arrays, candidate.header.fingerprints)
+        return Restored(state, info.metadata)
+
+    def _give_up(self, candidate: Candidate, reason: str) -> None:
+        """Sets this host's files of a step aside."""
+        step = candidate.step
+        if not any(copy.step == step for copy in self.bad):
+            self.bad.append(BadCopy(step, -1, "all hosts", reason))
+        for owner in self.store.inventory().get(step, {}):
+            self.store.set_aside(step, owner)
+
+    def _fetch(
+        self, peers: MemoryPeers, candidate: Candidate, abstract: Mapping[str, Any]
+    ) -> None:
+        """Gets the files that this host needs and lacks from other hosts.
+
+        Raises:
+          CheckpointError: a file was not received. All processes raise it.
+        """
+        step = candidate.step
+        lacks = True
+        with error_on_all(Exception):
+            here = self.store.inventory().get(step, {})
+            stored = self._stored(candidate, here)
+            with contextlib.suppress(ranges.Missing):
+                _needed_owners(stored, abstract)
+                lacks = False
+        if not any(coordination.votes(lacks)):
+            return
+        # The first holder of each file tells the others what is in it.
+        told = []
+        with error_on_all(Exception):
+            for owner in candidate.holders:
+                if jax.process_index() == min(candidate.processes(owner)):
+                    header = self.store.read_header(step, owner).header
+                    told.append([owner, header.to_json()["pieces"]])
+        for vote in coordination.votes(told):
+            for owner, pieces in vote:
+                for name, start, stop in pieces:
+                    box = Box(tuple(start), tuple(stop))
+                    stored[name].add(StoredPiece(owner, box, offset=0))
+        with error_on_all(Exception):
+            needed = _needed_owners(stored, abstract) if lacks else set()
+            for owner in sorted(needed - here.keys()):
+                peers.fetch(step, owner, candidate.processes(owner))
+
+    def _stored(
+        self, candidate: Candidate, owners: Iterable[int]
+    ) -> dict[str, StoredArray]:
+        """Lists the arrays of a step with the pieces in this host's files."""
+        stored = {
+            name: StoredArray(name, info)
+            for name, info in candidate.header.arrays.items()
+        }
+        for owner in owners:
+            opened = self.store.read_header(candidate.step, owner)
+            for piece, offset in opened.pieces():
+                stored[piece.name].add(StoredPiece(owner, piece.box, offset))
+        return stored
+
+    def _read(
+        self, candidate: Candidate, abstract: Mapping[str, Any]
+    ) -> dict[str, jax.Array]:
+        """Reads arrays into their shardings, one at a time.
+
+        Raises:
+          CheckpointError: a part of an array is in none of this host's files.
+          OSError: a file cannot be read.
+        """
+        owners = self.store.inventory().get(candidate.step, {})
+        self.restored_bytes = 0
+        with contextlib.ExitStack() as stack:
+            files = {
+                owner: stack.enter_context(self.store.open_read(candidate.step, owner))
+                for owner in owners
+            }
+            stored = self._stored(candidate, owners)
+            return {
+                name: self._read_array(stored[name], leaf.sharding, files)
+                for name, leaf in abstract.items()
+            }
+
+    def _read_array(
+        self, stored: StoredArray, sharding: Sharding, files: Mapping[int, BinaryIO]
+    ) -> jax.Array:
+        shape = stored.info.shape
+        shards = []
+        for box, here in _boxes_here(sharding, shape).items():
+            host = np.empty(box.shape, np.dtype(stored.info.dtype))
+            self.restored_bytes += ranges.fill(host, ranges.plan(stored, box), files)
+            for device in here:
+                target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+                # A device in this host's memory must not train in a buffer of numpy.
+                shards.append(jax.device_put(host, target, may_alias=False))
+        array = jax.make_array_from_single_device_arrays(shape, sharding, shards)
+        # Otherwise all arrays would be in the host's memory at once.
+        array.block_until_ready()
+        return array
+
+    # --- Saving -----------------------------------------------------------------------
+
+    def leave_branch(self) -> None:
+        """Makes all steps invalid, because the run goes back to an older one.
+
+        Only the first process calls it. `begin_branch` follows on all processes.
+        """
+        self._branch_file.unlink(missing_ok=True)
+
+    def begin_branch(self) -> None:
+        """Begins a new history, and deletes the steps of others.
+
+        A run does so if it has not restored a step in memory.
+
+        Raises:
+          CheckpointError: the branch cannot be written.
+        """
+        self._background.wait()
+        branch = coordination.broadcast(secrets.token_hex(8))
+        with error_on_all(OSError):
+            if jax.process_index() == 0:
+                document = run_format.marked({_BRANCH: branch})
+                text = json.dumps(document) + "\n"
+                atomic.write_text(self._branch_file, text, durable=True)
+        self.store.branch = branch
+        self.restored = None
+        self.complete = []
+        self._candidates = []
+        self.store.keep(lambda step: False)
+
+    def continue_branch(self) -> None:
+        """Deletes the steps that are not those of the restored history."""
+        self.store.keep(self.complete.__contains__)
+
+    def decide(
+        self, *, allowed: bool, sealed: int, metadata: Mapping[str, Any], interval: int
+    ) -> Decision:
+        """Decides whether a save can begin; process 0 decides for all.
+
+        Args:
+          allowed: whether the run can wait for a save.
+          sealed: the newest sealed step of the folder. Older ones are not needed.
+          metadata: metadata of the step.
+          interval: steps until the next save; 0 = as before.
+        """
+        kept = [step for step in self.complete if step >= sealed][-KEEP:]
+        ready = self._background.wait(0)
+        decision = Decision(
+            begins=ready and allowed,
+            kept=kept,
+            metadata=dict(metadata) if ready and allowed else {},
+            interval=interval,
+        )
+        return Decision(*self._from_first(decision))
+
+    def _from_first(self, value: Any) -> Any:
+        """Sends the first process's JSON value to all, as `coordination.broadcast`.
+
+        The service would keep each value for ever, and metadata is large. So a value is
+        deleted at the call after the next: all processes have read it by then.
+        """
+        client = coordination.kv_client()
+        if client is None:
+            return value
+        self._values += 1
+        key = f"{self._prefix}/{self._values}"
+        if jax.process_index() == 0:
+            client.key_value_set(key, json.dumps(value))
+            client.key_value_delete(f"{self._prefix}/{self._values - 2}")
+            return value
+        with clock.timed(clock.WAIT):
+            text = client.blocking_key_value_get(key, 1000 * coordination.FOREVER_S)
+        return json.loads(text)
+
+    def save(self, step: int, arrays: Mapping[str, Any], decision: Decision) -> None:
+        """Copies arrays to the host, and starts to write them.
+
+        The method returns once the arrays are copied. They may be donated after that.
+
+        Args:
+          step: finished updates.
+          arrays: {canonical name: array}.
+          decision: that of `decide`, which has let the save begin.
+        """
+        began = time.monotonic()
+        # The first process has the answers of all, so this one is about to end.
+        self._background.wait()
+        self.complete = decision.kept
+        if self.peers is not None:
+            self.peers.oldest = min([*decision.kept, step])
+        pieces = self._share.of(arrays)
+        contents: list[np.ndarray] = []
+        failure = ""
+        try:
+            contents = self._copy(arrays, pieces)
+        except Exception as error:  # training continues
+            failure = error_text(error)
+        header = Header(
+            run=self.store.run,
+            branch=self.store.branch,
+            step=step,
+            owner=jax.process_index(),
+            owners=jax.process_count(),
+            arrays=state_dict.describe(arrays),
+            metadata=decision.metadata,
+            fingerprints={},
+            pieces=tuple(pieces),
+        )
+        # It communicates, so it is started even if the copy has failed.
+        sums = fingerprint.start(arrays)
+        job = _Job(
+            header=header,
+            contents=contents,
+            sums=sums,
+            failure=failure,
+            kept=decision.kept,
+            bytes=trees.tree_bytes(arrays),
+            began=began,
+            blocked_s=time.monotonic() - began,
+        )
+        self._background.begin(
+            functools.partial(self._finish, job), f"save of step {step} in memory"
+        )
+
+    def _copy(
+        self, arrays: Mapping[str, Any], pieces: Sequence[Piece]
+    ) -> list[np.ndarray]:
+        """Copies pieces to the host. All transfers start before the first one ends."""
+        shards = [_shard(arrays[piece.name], piece.box) for piece in pieces]
+        for shard in shards:
+            if isinstance(shard, jax.Array):
+                shard.copy_to_host_async()
+        staging = self._staging_for(arrays, pieces)
+        if staging is None:
+            return [np.asarray(shard) for shard in shards]
+        infos = state_dict.describe(arrays)
+        contents = []
+        first = 0
+        for piece, shard in zip(pieces, shards, strict=True):
+            source = np.asarray(shard)
+            raw = staging[first : first + source.nbytes]
+            copy = raw.view(source.dtype).reshape(source.shape)
+            np.copyto(copy, source)
+            contents.append(copy)
+            first += memory_file.payload_bytes(infos, [piece])
+        return contents
+
+    def prepare(self, abstract_arrays: Mapping[str, Any]) -> None:
+        """Touches the memory that saves copy into, so that the first one is not slow.
+
+        It communicates with no process.
+        """
+        pieces = self._share.of(abstract_arrays)
+        staging = self._staging_for(abstract_arrays, pieces)
+        if staging is not None:
+            staging.fill(0)
+
+    def _staging_for(
+        self, arrays: Mapping[str, Any], pieces: Sequence[Piece]
+    ) -> np.ndarray | None:
+        """Makes the memory that saves copy into; None = numpy's copies are enough.
+
+        They are not if numpy sees a device's own buffer, which the next step overwrites.
+        """
+        if not any(_is_in_host_memory(leaf) for leaf in arrays.values()):
+            return None
+        total = memory_file.payload_bytes(state_dict.describe(arrays), pieces)
+        if self._staging is None or self._staging.nbytes < total:
+            self._staging = np.empty(total, np.uint8)
+        return self._staging
+
+    def _finish(self, job: _Job) -> None:
+        """Writes this process's file, and waits for the others on the first process."""
+        step = job.header.step
+        error = job.failure
+        try:
+            # To free memory takes a while, so training does not wait for it.
+            self.store.keep(job.kept.__contains__)
+            if not error:
+                self._write(job)
+        except Exception as failure:  # training continues
+            error = error_text(failure)
+        self._offer(step, error)
+        job.contents.clear()  # on an accelerator, this frees the host's memory
+        failed_copies = self.peers.take_failures() if self.peers else []
+        try:
+            errors, failed_copies = self._exchange(step, error, failed_copies)
+        except Exception as failure:  # the service has gone
+            errors = [error_text(failure)]
+        if not errors:
+            self.complete = [*self.complete, step]
+        self._results.put(
+            MemorySave(
+                step=step,
+                error=errors[0] if errors else "",
+                seconds=time.monotonic() - job.began,
+                bytes=job.bytes,
+                blocked_s=job.blocked_s,
+                failed_copies=failed_copies,
+            )
+        )
+
+    def _offer(self, step: int, error: str) -> None:
+        """Starts to send this process's file to other hosts, if it was written."""
+        if self.peers is None or error:
+            return
+        owner = jax.process_index()
+        size = self.store.inventory().get(step, {}).get(owner)
+        if size is not None:
+            self.peers.offer(step, owner, size)
+
+    def _write(self, job: _Job) -> None:
+        """Writes this process's file.
+
+        Raises:
+          CheckpointError: there is no room for it.
+          OSError: it cannot be written.
+        """
+        fingerprints = fingerprint.finish(list(job.header.arrays), job.sums)
+        header = Header(**{**vars(job.header), "fingerprints": fingerprints})
+        needed = memory_file.payload_bytes(header.arrays, header.pieces)
+        room = memory_store.room_of(self.store.folder)
+        if needed > room.bytes:
+            raise CheckpointError(
+                f"{needed:,} bytes are needed, {room.bytes:,} are free ({room.source})"
+            )
+        with self.store.write(header.step, header.owner) as file:
+            memory_file.write(file, header, job.contents)
+
+    def _exchange(
+        self, step: int, error: str, failed_copies: list[str]
+    ) -> tuple[list[str], list[str]]:
+        """Tells the others how this process's file and copies went.
+
+        Returns:
+          Errors and failed copies: on the first process those of all, once all have
+          answered; on the others their own.
+        """
+        process = jax.process_index()
+        own = [error] if error else [], failed_copies
+        if self._board.client is None:
+            return own
+        self._board.put([step, error, failed_copies])
+        if process:
+            return own
+        deadline = time.monotonic() + self._timeout_s
+        pause_s = _LOOK_S
+        while True:
+            answers = self._board.values()
+            late = [
+                other
+                for other in range(jax.process_count())
+                if answers.get(other, [-1])[0] != step
+            ]
+            if not late:
+                break
+            if time.monotonic() > deadline:
+                return [f"process {late[0]} has not written its part"], failed_copies
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_LOOK_S)
+        errors = [
+            f"process {other}: {answers[other][1]}" if other else error
+            for other in sorted(answers)
+            if answers[other][1]
+        ]
+        return errors, [copy for each in answers.values() for copy in each[2]]
+
+    def poll(self) -> list[MemorySave]:
+        """Collects the saves that ended since the last call. Communicates with nobody."""
+        return [self._results.get() for _ in range(self._results.qsize())]
+
+    def require_room(self, abstract_arrays: Mapping[str, Any], copies: int) -> str:
+        """Checks that the memory of every host holds the tier.
+
+        Args:
+          abstract_arrays: arrays of the state by canonical name, with shardings.
+          copies: number of hosts that hold each file.
+
+        Returns:
+          Why this host's memory does not; "" if it does.
+        """
+        infos = state_dict.describe(abstract_arrays)
+        pieces = self._share.of(abstract_arrays)
+        mine = memory_file.payload_bytes(infos, pieces)
+        place = self.store.place
+        here = [
+            count
+            for other, count in coordination.votes([place, mine])
+            if other == place
+        ]
+        return memory_store.room_fault(
+            self.store,
+            sum(here),
+            processes=len(here),
+            files=FILES * copies,
+            staged=STAGED,
+        )
+
+    def wait(self) -> None:
+        """Waits for the running save."""
+        self._background.wait()
+
+    def close(self, *, delete: bool, seconds: float | None = None) -> None:
+        """Waits for the running save, and may delete the folder.
+
+        Args:
+          delete: whether to delete it.
+          seconds: longest wait; None = until the save has taken its time limit.
+        """
+        if self._background.wait(seconds):
+            self._background.close()
+        if self.peers is not None:
+            self.peers.close()
+        if delete:
+            self.store.remove()
+
+
+class _Share:
+    """The pieces that this process saves. They are computed once for a sharding."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Any, ...]] = []
+        self._pieces: list[Piece] = []
+
+    def of(self, arrays: Mapping[str, Any]) -> list[Piece]:
+        """Lists the pieces of this process."""
+        key = [
+            (name, np.shape(leaf), str(leaf.dtype), getattr(leaf, "sharding", None))
+            for name, leaf in sorted(arrays.items())
+        ]
+        if key != self._known:
+            self._pieces = share_out(arrays)[jax.process_index()]
+            self._known = key
+        return self._pieces
+
+
+def share_out(arrays: Mapping[str, Any]) -> dict[int, list[Piece]]:
+    """Assigns each part of the arrays to one of the processes that hold it.
+
+    The largest parts come first, each to the process with the fewest bytes so far. So
+    the processes save about as much if the arrays are replicated.
+
+    Args:
+      arrays: {name: array or abstract array, with a sharding}. Arrays without one are
+        those of the first process.
+
+    Returns:
+      {process: its pieces}, equal on all processes.
+    """
+    parts: list[tuple[int, Piece, list[int]]] = []
+    for name, leaf in arrays.items():
+        shape = tuple(np.shape(leaf))
+        for box, processes in _holders(leaf, shape).items():
+            count = leaf.dtype.itemsize * box.size
+            parts.append((count, Piece(name, box), sorted(processes)))
+    parts.sort(key=lambda part: (-part[0], part[1]))
+    loads: Counter[int] = Counter()
+    pieces: dict[int, list[Piece]] = defaultdict(list)
+    for count, piece, holders in parts:
+        process = min(holders, key=lambda number: (loads[number], number))
+        loads[process] += count
+        pieces[process].append(piece)
+    return defaultdict(list, {number: sorted(each) for number, each in pieces.items()})
+
+
+def _holders(leaf: Any, shape: tuple[int, ...]) -> dict[Box, set[int]]:
+    """Finds the processes that hold each part of an array."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return {Box((0,) * len(shape), shape): {0}}
+    found: dict[Box, set[int]] = defaultdict(set)
+    for device, index in sharding.devices_indices_map(shape).items():
+        found[box_of(index, shape)].add(device.process_index)
+    return found
+
+
+def _boxes_here(
+    sharding: Sharding, shape: tuple[int, ...]
+) -> dict[Box, list[jax.Device]]:
+    """Finds the parts of an array that this process holds, each with its devices."""
+    devices: dict[Box, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None  # this process's devices
+        devices.setdefault(box_of(index, shape), []).append(device)
+    return devices
+
+
+def _needed_owners(
+    stored: Mapping[str, StoredArray], abstract: Mapping[str, Any]
+) -> set[int]:
+    """Finds the files that hold what this process needs.
+
+    Raises:
+      CheckpointError: the files do not hold all of it.
+    """
+    return {
+        read.owner
+        for name, leaf in abstract.items()
+        for box in _boxes_here(leaf.sharding, stored[name].info.shape)
+        for read in ranges.plan(stored[name], box)
+    }
+
+
+def box_of(index: Iterable[slice], shape: Sequence[int]) -> Box:
+    """Makes the box of an index of jax."""
+    bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+    return Box(tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
+
+
+def _shard(leaf: Any, box: Box) -> Any:
+    """Finds the part of an array that is a box, on any device of this process."""
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf)
+    for shard in leaf.addressable_shards:
+        if box_of(shard.index, leaf.shape) == box:
+            return shard.data
+    raise AssertionError(f"no device of this process holds {box}")
+
+
+def _is_in_host_memory(leaf: Any) -> bool:
+    """Tests whether an array, or an abstract one, is in the memory of hosts."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return False
+    platform = next(iter(sharding.device_set)).platform
+    return platform == "cpu" or (sharding.memory_kind or "").endswith("host")
+
+
+def _read_branch(file: Path) -> str:
+    """Reads the name of the run's present history; "" if there is none.
+
+    Files in memory do not count without it.
+    """
+    if jax.process_index() != 0:
+        return ""
+    with contextlib.suppress(OSError, untrusted.Malformed, KeyError):
+        document = untrusted.read_json(file, dict)
+        return untrusted.of_kind(document[_BRANCH], str)
+    return ""

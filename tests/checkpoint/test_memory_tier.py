@@ -1,0 +1,437 @@
+"""The memory tier: who saves what, copies of files, the memory of a host, and restores
+on other meshes.
+"""
+
+import functools
+import io
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.checkpoint import memory_file, memory_store, memory_tier, state_dict
+from jaxdist.checkpoint.folders import ArrayInfo, CheckpointError
+from jaxdist.checkpoint.memory_file import BadFile, Box, Header, Piece
+from jaxdist.checkpoint.memory_store import MemoryStore
+from jaxdist.checkpoint.memory_tier import MemoryTier
+from support.checkpoints import abstract_on, assert_bitwise, make_state, mesh_of
+
+RUN = "0123456789abcdef"
+
+
+def tier_of(folder: Path) -> MemoryTier:
+    return MemoryTier(str(folder / "memory"), RUN, folder / "memory.json", 60)
+
+
+def save(tier: MemoryTier, step: int, state, metadata=None) -> None:
+    """Saves as a run does, and waits until the step is complete."""
+    decision = tier.decide(
+        allowed=True, sealed=0, metadata=metadata or {"x": 1}, interval=0
+    )
+    assert decision.begins
+    tier.save(step, state_dict.to_canonical(state), decision)
+    tier.wait()
+    (result,) = tier.poll()
+    assert (result.step, result.error) == (step, "")
+
+
+# --- restoring ------------------------------------------------------------------------
+
+SHAPES = [(4, 2), (2, 4), (8, 1), (1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("after", SHAPES)
+def test_a_state_comes_back_on_any_mesh(tmp_path, after):
+    state = make_state(mesh_of(4, 2), seed=7)
+    tier = tier_of(tmp_path)
+    tier.begin_branch()
+    save(tier, 7, state)
+    tier.close(delete=False)
+    again = tier_of(tmp_path)
+    again.look()
+    abstract = abstract_on(mesh_of(*after), state)
+    restored = again.restore(abstract, not_before=0, partial=False)
+    assert restored is not None
+    assert restored.metadata == {"x": 1}
+    assert_bitwise(restored.state, state)
+    got, want = jax.tree.leaves(restored.state), jax.tree.leaves(abstract)
+    assert all(x.sharding == y.sharding for x, y in zip(got, want, strict=True))
+    sizes = [x.nbytes for x in jax.tree.leaves(state)]
+    assert again.restored_bytes >= sum(sizes)
+
+
+def test_the_copy_is_taken_before_the_buffers_are_donated(tmp_path):
+    """What is written is the state of the save, though its buffers have gone."""
+    state = make_state(mesh_of(4, 2), seed=3)
+    before = jax.tree.map(np.array, state)
+    tier = tier_of(tmp_path)
+    tier.begin_branch()
+    decision = tier.decide(allowed=True, sealed=0, metadata={}, interval=0)
+    held: list = []
+    begin = tier._background.begin
+    tier._background.begin = lambda work, name: held.append((work, name))  # type: ignore[method-assign]
+    tier.save(3, state_dict.to_canonical(state), decision)
+    change = jax.jit(lambda x: jax.tree.map(lambda y: y * 0, x), donate_argnums=0)
+    overwritten = jax.block_until_ready(change(state))
+    assert all(x.is_deleted() for x in jax.tree.leaves(state.trainable))
+    begin(*held[0])
+    tier.wait()
+    again = tier_of(tmp_path)
+    again.look()
+    abstract = abstract_on(mesh_of(4, 2), overwritten)
+    restored = again.restore(abstract, not_before=0, partial=False)
+    assert restored is not None
+    assert_bitwise(restored.state, before)
+
+
+def test_arrays_in_the_memory_of_the_host_come_back_there(tmp_path):
+    mesh = mesh_of(4, 1)
+    kind = next(
+        memory.kind
+        for memory in jax.devices()[0].addressable_memories()
+        if memory.kind != jax.devices()[0].default_memory().kind
+    )
+    sharding = NamedSharding(mesh, P("fsdp"), memory_kind=kind)
+    value = jnp.arange(64.0).reshape(8, 8)
+    arrays = {"moments": jax.device_put(value, sharding)}
+    tier = tier_of(tmp_path)
+    tier.begin_branch()
+    decision = tier.decide(allowed=True, sealed=0, metadata={}, interval=0)
+    tier.save(1, arrays, decision)
+    tier.wait()
+    again = tier_of(tmp_path)
+    again.look()
+    leaf = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)
+    restored = again.restore({"moments": leaf}, not_before=0, partial=False)
+    assert restored is not None
+    assert restored.state["moments"].sharding.memory_kind == kind
+    np.testing.assert_array_equal(restored.state["moments"], value)
+
+
+def test_another_model_is_a_layout_error_and_no_damage(tmp_path):
+    tier = tier_of(tmp_path)
+    tier.begin_branch()
+    save(tier, 7, make_state(mesh_of(4, 2), seed=7))
+    other = make_state(mesh_of(4, 2), seed=7, width=16)
+    again = tier_of(tmp_path)
+    again.look()
+    with pytest.raises(state_dict.LayoutError, match="blocks"):
+        again.restore(abstract_on(mesh_of(4, 2), other), not_before=0, partial=False)
+    assert not again.bad
+
+
+def test_a_step_older_than_the_folders_newest_is_not_restored(tmp_path):
+    state = make_state(mesh_of(4, 2), seed=7)
+    tier = tier_of(tmp_path)
+    tier.begin_branch()
+    save(tier, 7, state)
+    again = tier_of(tmp_path)
+    again.look()
+    abstract = abstract_on(mesh_of(4, 2), state)
+    assert again.newest_metadata(7) == {"x": 1}
+    assert again.newest_metadata(8) == {}
+    assert again.restore(abstract, not_before=8, partial=False) is None
+    assert again.restore(abstract, not_before=7, partial=False) is not None
+
+
+def test_a_new_branch_leaves_no_step(tmp_path):
+    tier = tier_of(tmp_path)
+    tier.begin_branch()
+    save(tier, 7, make_state(mesh_of(4, 2), seed=7))
+    tier.begin_branch()
+    assert not tier.store.inventory()
+
+
+def test_a_branch_that_was_left_has_no_step_even_if_its_files_stay(tmp_path):
+    tier = tier_of(tmp_path)
+    tier.begin_branch()
+    save(tier, 7, make_state(mesh_of(4, 2), seed=7))
+    tier.leave_branch()
+    again = tier_of(tmp_path)
+    again.look()
+    assert again.store.inventory()
+    assert not again.confirm()
+    assert not again.bad
+
+
+# --- who saves what -------------------------------------------------------------------
+
+
+class Device:
+    """A device of a process."""
+
+    def __init__(self, process: int):
+        self.process_index = process
+
+
+class Devices:
+    """A sharding of devices on several processes, of which this machine has none."""
+
+    def __init__(self, boxes: dict[int, list[Box]]):
+        """Takes {process: the box of each of its devices}."""
+        self._boxes = boxes
+
+    def devices_indices_map(self, shape):
+        return {
+            Device(process): tuple(map(slice, *box))
+            for process, boxes in self._boxes.items()
+            for box in boxes
+        }
+
+
+def leaf(shape, boxes):
+    return SimpleNamespace(
+        shape=shape, dtype=np.dtype(np.float32), sharding=Devices(boxes)
+    )
+
+
+def test_each_part_is_saved_once_and_the_work_is_even():
+    halves = [Box((0, 0), (4, 6)), Box((4, 0), (8, 6))]
+    everywhere = {process: [Box((0,), (100,))] for process in range(4)}
+    arrays = {f"replicated/{n}": leaf((100,), everywhere) for n in range(8)}
+    # two processes have each half, on two devices
+    arrays["split"] = leaf((8, 6), {p: [halves[p % 2]] * 2 for p in range(4)})
+    pieces = memory_tier.share_out(arrays)
+    count = Counter(piece for each in pieces.values() for piece in each)
+    assert set(count.values()) == {1}
+    assert {piece.box for piece in count if piece.name == "split"} == set(halves)
+    assert sum(piece.name != "split" for piece in count) == 8
+    for process, each in pieces.items():
+        for piece in each:
+            assert piece.name != "split" or piece.box == halves[process % 2]
+        assert sum(piece.name != "split" for piece in each) == 2
+
+
+def test_a_real_sharding_is_shared_out_whole():
+    state = make_state(mesh_of(4, 2))
+    arrays = state_dict.to_canonical(state)
+    (pieces,) = memory_tier.share_out(arrays).values()
+    for name, array in arrays.items():
+        held = np.zeros(array.shape, int)
+        for piece in pieces:
+            if piece.name == name:
+                index = (*map(slice, *piece.box), ...)
+                held[index] += 1
+        assert (held == 1).all(), name
+
+
+# --- copies of files ------------------------------------------------------------------
+
+
+def store_of(folder: Path, branch: str = "b", run: str = RUN) -> MemoryStore:
+    store = MemoryStore(folder, run=run, branch=branch)
+    store.open()
+    return store
+
+
+def file_of(**changes) -> bytes:
+    header = Header(
+        **{
+            "run": RUN,
+            "branch": "b",
+            "step": 5,
+            "owner": 1,
+            "owners": 2,
+            "arrays": {"w": ArrayInfo((4,), "float32")},
+            "metadata": {},
+            "fingerprints": {},
+            "pieces": (Piece("w", Box((0,), (4,))),),
+            **changes,
+        }
+    )
+    file = io.BytesIO()
+    memory_file.write(file, header, [np.arange(4, dtype=np.float32)])
+    return file.getvalue()
+
+
+def test_a_copy_that_is_received_is_a_file_like_any_other(tmp_path):
+    store = store_of(tmp_path)
+    data = file_of()
+    with store.receive(5, 1, len(data)) as file:
+        file.write(data[:50])
+        file.write(data[50:])
+        assert not store.inventory()
+    assert store.inventory() == {5: {1: len(data)}}
+    with store.open_read(5, 1) as file:
+        assert file.read() == data
+    store.verify(5, 1)
+    with pytest.raises(KeyError):
+        store.open_read(5, 0)
+
+
+FLIPPED = bytearray(file_of())
+FLIPPED[-40] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"junk" * 100, "begin"),
+        (b"", "begin"),
+        (bytes(FLIPPED), "content has changed"),
+        (file_of(run="another"), "another run"),
+        (file_of(branch="c"), "history"),
+        (file_of(step=6), "step 6"),
+        (file_of(owner=0), "part 0"),
+    ],
+)
+def test_a_copy_that_is_not_what_was_announced_leaves_nothing(tmp_path, data, words):
+    store = store_of(tmp_path)
+    with pytest.raises(BadFile, match=words), store.receive(5, 1, len(data)) as file:
+        file.write(data)
+    assert not list(store.folder.iterdir())
+
+
+@pytest.mark.parametrize("count", [0, 1, 100, -1])
+def test_a_copy_that_ends_early_leaves_nothing(tmp_path, count):
+    store = store_of(tmp_path)
+    data = file_of()
+    with (
+        pytest.raises(BadFile, match="announced"),
+        store.receive(5, 1, len(data)) as file,
+    ):
+        file.write(data[:count])
+    assert not list(store.folder.iterdir())
+
+
+def test_an_error_of_the_sender_leaves_nothing_and_what_was_there(tmp_path):
+    store = store_of(tmp_path)
+    data = file_of()
+    with store.receive(5, 1, len(data)) as file:
+        file.write(data)
+    with pytest.raises(ConnectionError), store.receive(5, 1, len(data)) as file:
+        file.write(data[:10])
+        raise ConnectionError
+    assert [path.name for path in store.folder.iterdir()] == ["5-1.shards"]
+    store.verify(5, 1)
+
+
+def test_a_copy_larger_than_the_room_is_refused(tmp_path):
+    store = store_of(tmp_path)
+    with pytest.raises(OSError, match="are free"), store.receive(5, 1, 1 << 60):
+        pytest.fail("the body must not run")
+    assert not list(store.folder.iterdir())
+
+
+def test_a_folder_of_another_kind_or_user_is_refused(tmp_path, monkeypatch):
+    store = MemoryStore(tmp_path, run=RUN, branch="b")
+    (tmp_path / "elsewhere").mkdir()
+    store.folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="belongs to another user, or is no"):
+        store.open()
+    store.folder.unlink()
+    store.open()
+    assert store.folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    with pytest.raises(CheckpointError, match="belongs to another user"):
+        store.open()
+
+
+def test_names_that_are_no_files_of_steps_are_no_files(tmp_path):
+    store = store_of(tmp_path)
+    for name in ("05-1.shards", "5-1.shards.x", "5.shards", "-5-1.shards", "x"):
+        (store.folder / name).write_bytes(b"x")
+    (store.folder / ".5-1.aa.partial").write_bytes(b"x")
+    (store.folder / "99999999999-0.shards").write_bytes(b"x")
+    assert not store.inventory()
+    store.open()
+    assert not list(store.folder.glob("*.partial"))
+
+
+# --- memory ---------------------------------------------------------------------------
+
+GIB = 1 << 30
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    """Makes a folder with the files of a machine, {path: text}."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+PLAIN = {"proc/meminfo": f"MemTotal: 9 kB\nMemAvailable:   {8 * GIB // 1024} kB\n"}
+GROUP = "sys/fs/cgroup/pods/one"
+CONTAINER = PLAIN | {
+    "proc/self/cgroup": "0::/pods/one\n",
+    f"{GROUP}/memory.max": f"{4 * GIB}\n",
+    f"{GROUP}/memory.current": f"{3 * GIB}\n",
+    f"{GROUP}/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+}
+OLD = "sys/fs/cgroup/memory"
+OLD_CONTAINER = PLAIN | {
+    "proc/self/cgroup": "5:cpu,cpuacct:/x\n3:memory:/\n",
+    f"{OLD}/memory.limit_in_bytes": f"{5 * GIB}\n",
+    f"{OLD}/memory.usage_in_bytes": f"{4 * GIB}\n",
+    f"{OLD}/memory.stat": "total_inactive_file 0\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "free", "source"),
+    [
+        (PLAIN, 8 * GIB, "machine"),
+        (CONTAINER, 2 * GIB, "memory.max"),
+        (CONTAINER | {f"{GROUP}/memory.max": "max\n"}, 8 * GIB, "machine"),
+        # the limit of the group above
+        (
+            CONTAINER
+            | {
+                "sys/fs/cgroup/pods/memory.max": str(GIB),
+                "sys/fs/cgroup/pods/memory.current": "0",
+            },
+            GIB,
+            "memory.max",
+        ),
+        (OLD_CONTAINER, GIB, "memory.limit_in_bytes"),
+    ],
+)
+def test_free_memory_is_that_of_the_tightest_limit(tmp_path, files, free, source):
+    room = memory_store.free_memory(machine(tmp_path, files))
+    assert room is not None
+    assert room.bytes == free
+    assert source in room.source
+
+
+def test_memory_that_nothing_tells_is_unknown(tmp_path):
+    assert memory_store.free_memory(tmp_path) is None
+
+
+def test_a_file_system_in_memory_is_known_by_its_mount(tmp_path):
+    mounts = (
+        "overlay / overlay rw 0 0\ntmpfs /dev tmpfs rw 0 0\n"
+        "shm /dev/shm tmpfs rw 0 0\n/dev/x /dev/shm/disk ext4 rw 0 0\n"
+    )
+    root = machine(tmp_path, {"proc/mounts": mounts})
+    is_in_memory = functools.partial(memory_store.is_in_memory, root=root)
+    assert is_in_memory(Path("/dev/shm/run"))
+    assert not is_in_memory(Path("/dev/shm/disk/run"))
+    assert not is_in_memory(Path("/mnt"))
+
+
+@pytest.mark.parametrize(
+    ("free", "in_memory", "fault"),
+    [
+        (400, True, ""),
+        (399, True, "4 copies need 400, and 399 are free"),
+        (100, False, ""),
+        (99, False, "1 copies need 100, and 99 are free"),
+    ],
+)
+def test_the_arithmetic_of_a_host(tmp_path, monkeypatch, free, in_memory, fault):
+    store = store_of(tmp_path)
+    monkeypatch.setattr(
+        memory_store, "free_memory", lambda: memory_store.Room(free, "test")
+    )
+    monkeypatch.setattr(memory_store, "is_in_memory", lambda folder: in_memory)
+    found = memory_store.room_fault(store, 100, processes=2, files=3, staged=1)
+    assert fault in found
+    assert bool(fault) == bool(found)
