@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.config import ConfigError
-from jaxdist.objectives.pairs import Halves, PairObjective, Pairs, halves, most_pairs
+from jaxdist.objectives.pairs import (
+    Halves,
+    PairObjective,
+    Pairs,
+    halves,
+    have_tokens,
+    most_pairs,
+)
 from jaxdist.protocols.model import Batch
 from jaxdist.protocols.objective import Terms
 
@@ -44,8 +51,7 @@ class BradleyTerry(PairObjective):
         is_last = last_inputs(sample["positions"], segment_ids)
         scores = halves(jnp.where(is_last, terms[SCORE], 0), segment_ids)
         tokens = halves(sample["weights"], segment_ids)
-        exist = (tokens.chosen > 0) & (tokens.rejected > 0)
-        return Pairs(scores, scores, tokens, exist)
+        return Pairs(scores, scores, tokens, have_tokens(tokens))
 
     def pair_losses(self, pairs: Pairs) -> jax.Array:
         """Computes the loss of each pair."""
