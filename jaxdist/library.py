@@ -36,7 +36,14 @@ from jaxdist.parallel.mesh import MeshConfig
 from jaxdist.protocols.objective import Objective
 from jaxdist.step.state import State
 from jaxdist.telemetry.display import print_safe
-from jaxdist.trainer import opening, preemption, training, user_model, validation
+from jaxdist.trainer import (
+    opening,
+    preemption,
+    teacher_weights,
+    training,
+    user_model,
+    validation,
+)
 from jaxdist.trainer.best import KeepBest
 from jaxdist.trainer.callbacks import Callback
 from jaxdist.trainer.compose import UserInputs
@@ -115,6 +122,7 @@ def run(
       Interrupted: a signal ended the run early.
     """
     folder = Path(folder)
+    config = teacher_weights.completed(config, folder, WEIGHT_SOURCES)
     return training.run(
         config,
         folder,

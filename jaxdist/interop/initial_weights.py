@@ -136,10 +136,14 @@ class PeftAdapter:
         raise NotImplementedError
 
     def open(self, target: Target) -> OpenedWeights:
-        """Reads A and B, which are small; see `WeightSource.open`."""
+        """Reads A and B, and kernels beside them, which are small.
+
+        See `WeightSource.open`.
+        """
         config = target.config
         family, _ = derive(read_config(Path(config.init.from_huggingface).expanduser()))
-        shapes = {path: x.shape for path, x in target.adapters.items()}
+        trained = target.trained_with_adapters
+        shapes = {path: x.shape for path, x in trained.items()}
         factors = peft.read(config.lora.from_peft, family, config.lora, shapes)
         folder = Path(config.lora.from_peft).expanduser()
         size = (folder / peft.WEIGHTS).stat().st_size
@@ -147,14 +151,18 @@ class PeftAdapter:
 
 
 def _place(target: Target, factors: dict[str, np.ndarray]) -> LoadedWeights:
-    """Puts A and B on the devices, in the run's dtypes and shardings."""
+    """Puts A and B, and kernels beside them, on the devices.
+
+    They have the run's dtypes and shardings.
+    """
+    trained = target.trained_with_adapters
 
     def placed(path: str, x: jax.ShapeDtypeStruct) -> jax.Array:
         assert x.sharding is not None
         value = factors[path].astype(x.dtype)
         return jax.make_array_from_callback(x.shape, x.sharding, value.__getitem__)
 
-    return LoadedWeights({path: placed(path, x) for path, x in target.adapters.items()})
+    return LoadedWeights({path: placed(path, trained[path]) for path in factors})
 
 
 WEIGHT_SOURCES: tuple[WeightSource, ...] = (HuggingFaceFolder(), PeftAdapter())

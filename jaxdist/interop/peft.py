@@ -41,7 +41,6 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "use_qalora": (False,),
     "use_bdlora": (None, False),
-    "modules_to_save": (None, []),
     "trainable_token_indices": (None, []),
     "target_parameters": (None, []),
     "layer_replication": (None, []),
@@ -163,22 +162,25 @@ def _config_fields(
 def read(
     folder: Path | str, family: Family, config: LoraConfig, shapes: Shapes
 ) -> dict[str, np.ndarray]:
-    """Reads A and B from a folder that PEFT or `write` wrote.
+    """Reads A and B from a folder that PEFT or `write` wrote, and what was trained in full.
 
-    Targets that the folder does not adapt get A = B = 0.
+    Targets that the folder does not adapt get A = B = 0. Kernels that are trained in full
+    are read if the folder has them (modules_to_save).
 
     Args:
       folder: the PEFT folder.
       family: the base model's architecture.
       config: the run's rank, alpha and targets.
-      shapes: the shapes of the run's A and B, by path.
+      shapes: the shapes of the run's A and B, and of its kernels that are trained in
+        full beside them, by path.
 
     Returns:
-      A and B by path, float32.
+      A and B by path, float32; and the kernels that the folder has in full.
 
     Raises:
-      ConfigError: it is no PEFT folder, it adapts a kernel that is no target, or its
-        rank, alpha or another setting differs from `config`.
+      ConfigError: it is no PEFT folder, it adapts a kernel that is no target, it has a
+        kernel in full that the run does not train, or its rank, alpha or another
+        setting differs from `config`.
     """
     folder = Path(folder).expanduser()
     try:
@@ -198,18 +200,76 @@ def read(
             faults.append(
                 f"{name}={fields[name]!r} is not supported; required {supported[0]!r}"
             )
+    modules = fields.get("modules_to_save")
+    if modules is not None and not isinstance(modules, list):
+        faults.append(f"modules_to_save={modules!r:.40}: a list is required")
     faults += _scale_faults(fields)
     for name, x in tensors.items():
         if not all_finite(x):
             faults.append(f"{name} has NaN or infinite values")
-    adapters = {path: np.zeros(dims, np.float32) for path, dims in shapes.items()}
+    adapters = {
+        path: np.zeros(dims, np.float32)
+        for path, dims in shapes.items()
+        if is_factor(path)
+    }
+    in_full: dict[str, np.ndarray] = {}
     if not faults:
+        faults += _read_in_full(in_full, tensors, family, fields, shapes)
         for name in tensors:
             faults += _read_module(adapters, name, tensors, family, fields, config)
     if faults:
         shown = list(dict.fromkeys(faults))[:_SHOWN]
         raise ConfigError(f"lora.from_peft={folder}: {fault}" for fault in shown)
-    return adapters
+    return adapters | in_full
+
+
+def _read_in_full(
+    in_full: dict[str, np.ndarray],
+    tensors: dict[str, np.ndarray],
+    family: Family,
+    fields: Mapping[str, Any],
+    shapes: Shapes,
+) -> Iterator[str]:
+    """Reads the kernels that were trained in full, and takes them out of `tensors`.
+
+    PEFT lists modules that the model does not have, too. They are skipped, and a tensor
+    of theirs stays in `tensors`.
+
+    Args:
+      in_full: the kernels by path, which are filled in.
+      tensors: all tensors of the PEFT folder.
+      family: the base model's architecture.
+      fields: the folder's adapter_config.json.
+      shapes: the shapes of what the run trains, by path.
+
+    Yields:
+      What is wrong with a module; it is not read then.
+    """
+    for module in fields.get("modules_to_save") or []:
+        stored = _stored_in_full(str(module), family)
+        if stored is None:
+            continue
+        name = stored.name
+        path = stored.parts[0].path
+        x = tensors.pop(name, None)
+        if path not in shapes:
+            yield f"{module} was trained in full, and the run does not train it"
+            continue
+        if x is None:
+            yield f"modules_to_save has {module}, and there is no tensor {name}"
+            continue
+        if x.T.shape != tuple(shapes[path]):
+            yield f"{name} has shape {x.shape}; {tuple(shapes[path])[::-1]} is required"
+            continue
+        in_full[path] = np.ascontiguousarray(x.T, np.float32)
+
+
+def _stored_in_full(module: str, family: Family) -> Stored | None:
+    """Finds the table's tensor for a module that PEFT trains in full."""
+    for stored in family.tensors:
+        if f".{stored.name}".endswith(f".{module}.weight"):
+            return stored
+    return None
 
 
 def _scale_faults(fields: Mapping[str, Any]) -> list[str]:

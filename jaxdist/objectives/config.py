@@ -30,6 +30,7 @@ PAIR_OBJECTIVES = ("dpo", "orpo", "simpo", "reward")
 _DPO = ReadWith("objective.name", ("dpo",))
 _BETA = ReadWith("objective.name", ("dpo", "orpo", "simpo"))
 _DISTILL = ReadWith("objective.name", ("distill",))
+_REWARD = ReadWith("objective.name", ("reward",))
 _SIMPO = ReadWith("objective.name", ("simpo",))
 _ROBUST = ReadWith("objective.loss", ("robust",))
 _FORMS: dict[str, ReferenceForm] = {
@@ -67,6 +68,10 @@ class ObjectiveConfig:
     # dpo: weights of the reference in place of the first weights: the folder of a Hugging
     # Face model, or of a run; its model and tokenizer must be those of the run
     reference_from: Annotated[str, _DPO] = ""
+
+    # reward: factor of the squared sum of both scores of a pair in its loss, which draws
+    # the mean score to 0; 0 = none
+    center_weight: Annotated[NonNegativeFloat, _REWARD] = 0.0
 
     # distill: the teacher, folder of a Hugging Face model or of a run; it needs the
     # vocabulary and the tokenizer of the run
@@ -118,7 +123,7 @@ class ObjectiveConfig:
         if self.name == "simpo":
             return SimplePreference(beta=beta, margin=self.margin)
         if self.name == "reward":
-            return BradleyTerry()
+            return BradleyTerry(self.center_weight)
         if self.name == "distill":
             return Distillation(self.alpha, self.temperature, self.top_k)
         return None

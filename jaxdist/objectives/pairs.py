@@ -45,6 +45,11 @@ class Pairs(NamedTuple):
     exist: jax.Array  # bool [P]: whether both answers have a token
 
 
+def have_tokens(tokens: Halves) -> jax.Array:
+    """Checks whether both answers of each pair have a token, bool [P]."""
+    return (tokens.chosen > 0) & (tokens.rejected > 0)
+
+
 def most_pairs(length: int) -> int:
     """Computes the largest number of pairs that a row of `length` targets has."""
     return max(1, min(PAIRS_PER_ROW, length // 2))
@@ -73,8 +78,7 @@ def pairs_of(terms: Terms, sample: Batch) -> Pairs:
     if REFERENCE in sample:
         reference = halves(sample[REFERENCE], segment_ids)
         gain = Halves(*(x - y for x, y in zip(log_p, reference, strict=True)))
-    exist = (tokens.chosen > 0) & (tokens.rejected > 0)
-    return Pairs(log_p, gain, tokens, exist)
+    return Pairs(log_p, gain, tokens, have_tokens(tokens))
 
 
 def per_token(sums: Halves, tokens: Halves) -> Halves:
@@ -202,6 +206,23 @@ class DirectPreference(PairObjective):
     def rewards(self, pairs: Pairs) -> Halves:
         """Computes the implicit rewards: the gains times beta."""
         return Halves(*(self.beta * gain for gain in pairs.gain))
+
+    def further_metrics(self, pairs: Pairs) -> dict[str, jax.Array]:
+        """Adds `kl`: the mean gain of a token, over all answers of a batch.
+
+        It is the estimator k1 of KL(policy || reference). The tokens are those of the
+        data, not samples of the policy, so it may be negative. Estimators that cannot,
+        such as k3, need the reference's log-probability of each token, and the
+        reference may be known for whole answers only.
+        """
+        kl = pairs.gain.chosen + pairs.gain.rejected
+        return {**super().further_metrics(pairs), "kl": kl}
+
+    def metric_counts(self, batch: Batch) -> dict[str, jax.Array]:
+        """Counts the tokens of both answers of all pairs, which `kl` is divided by."""
+        tokens = jax.vmap(halves)(batch["weights"], batch["segment_ids"])
+        both = tokens.chosen + tokens.rejected
+        return {"kl": jnp.where(have_tokens(tokens), both, 0).sum()}
 
     def aux_terms(self, terms: Terms, sample: Batch) -> dict[str, jax.Array]:
         """Computes the cross-entropy of the chosen answers, if it has a factor."""

@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.config import ConfigError
-from jaxdist.objectives.pairs import Halves, PairObjective, Pairs, halves, most_pairs
+from jaxdist.objectives.pairs import (
+    Halves,
+    PairObjective,
+    Pairs,
+    halves,
+    have_tokens,
+    most_pairs,
+)
 from jaxdist.protocols.model import Batch
 from jaxdist.protocols.objective import Terms
 
@@ -20,9 +27,19 @@ SCORE = "score"  # term [B, S] of the policy: the score of each input
 class BradleyTerry(PairObjective):
     """Trains a reward model on preferences (Bradley-Terry, arXiv:2203.02155).
 
-    The loss of a pair is -log sigmoid(c - r), with c and r the scores of the chosen and
-    the rejected half. The score of a half is read at its last input.
+    The loss of a pair is
+
+        -log sigmoid(c - r) + center_weight (c + r)^2
+
+    with c and r the scores of the chosen and the rejected half. The score of a half is
+    read at its last input. Pairs alone do not determine the mean of the scores. The
+    second term draws it to 0 (arXiv:2312.09244).
+
+    Attributes:
+      center_weight: factor of the second term.
     """
+
+    center_weight: float = 0.0
 
     def row_pairs(self, terms: Terms, sample: Batch) -> Pairs:
         """Reads the scores of a row's halves; they stand for log-probabilities.
@@ -44,12 +61,15 @@ class BradleyTerry(PairObjective):
         is_last = last_inputs(sample["positions"], segment_ids)
         scores = halves(jnp.where(is_last, terms[SCORE], 0), segment_ids)
         tokens = halves(sample["weights"], segment_ids)
-        exist = (tokens.chosen > 0) & (tokens.rejected > 0)
-        return Pairs(scores, scores, tokens, exist)
+        return Pairs(scores, scores, tokens, have_tokens(tokens))
 
     def pair_losses(self, pairs: Pairs) -> jax.Array:
         """Computes the loss of each pair."""
-        return jax.nn.softplus(pairs.gain.rejected - pairs.gain.chosen)
+        chosen, rejected = pairs.gain
+        losses = jax.nn.softplus(rejected - chosen)
+        if not self.center_weight:
+            return losses
+        return losses + self.center_weight * jnp.square(chosen + rejected)
 
     def rewards(self, pairs: Pairs) -> Halves:
         """Passes on the scores."""

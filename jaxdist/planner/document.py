@@ -108,6 +108,7 @@ class Plan:
             "memory": self._memory(),
             "time": asdict(self.time) | {"band_s": self.time.band_s},
             "cost": self._cost(),
+            "pass_before_training": self._pass_before_training(),
             "restarts": asdict(self._restarts()),
             "collectives": [_collective_json(c) for c in self.collectives],
             "calibration": measured.describe(self.collectives) if measured else {},
@@ -199,6 +200,23 @@ class Plan:
             step_s=self.time.step_s,
             compile_s=self.compiled.cpu_seconds if self.compiled else 0.0,
         )
+
+    def _pass_before_training(self) -> dict[str, Any]:
+        """Describes the forward pass over the data that some objectives need once.
+
+        It computes fields of the data (`Objective.data_fields`), on the first start.
+        Its time is a third of that of training steps on as many rows, because a
+        backward pass has twice the FLOPs of a forward pass; {} without a pass.
+        """
+        objective = compose.objective_of(self.run)
+        if objective is None or not objective.data_fields:
+            return {}
+        step_s = self.time.step_s
+        rows = self.run.batch.global_size
+        return {
+            "fields": list(objective.data_fields),
+            "seconds_per_row": step_s / 3 / rows if step_s else None,
+        }
 
     def _cost(self) -> dict[str, float]:
         """Computes days, chip hours and money of the whole training; {} without times."""

@@ -75,6 +75,9 @@ def _parts(plan: Json, width: int) -> Iterator[RenderableType]:
     yield from _section("attention over a split sequence", _context(plan["context"]))
     yield from _section("pipeline", _pipeline(plan["pipeline"]))
     yield from _section("time of a step", _time(plan))
+    yield from _section(
+        "before training", _pass_before_training(plan["pass_before_training"])
+    )
     yield from _section("checkpoints and failures", _restarts(plan["restarts"]))
     yield from _section("warnings", (Text(f"- {text}") for text in plan["warnings"]))
     yield from _section(
@@ -352,6 +355,20 @@ def _time(plan: Json) -> Iterator[RenderableType]:
     yield Text(f"how sure: {time['sure']}", style="dim")
     for note in time["notes"]:
         yield Text(f"note: {note}", style="dim")
+
+
+def _pass_before_training(before: Json) -> Iterator[RenderableType]:
+    """Yields a line about the pass over the data before the first step."""
+    if not before:
+        return
+    text = (
+        f"the first start computes {', '.join(before['fields'])} of all rows, training "
+        f"and held out, in one forward pass; it does so once"
+    )
+    per_row = before["seconds_per_row"]
+    if per_row:
+        text += f"; about {time_text(1000 * per_row)} for 1,000 rows"
+    yield Text(text)
 
 
 def _utilization(time: Json) -> str:

@@ -16,7 +16,9 @@ from jaxdist.parallel.optimizer_sharding import state_specs
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.dim_names import STACKS, Names
 from jaxdist.protocols.model_spec import ModelSpec, stored_dtype
+from jaxdist.step.batch_parts import dim_names
 from jaxdist.step.layerwise import Trained
+from jaxdist.step.objective_fields import abstract_batch
 from jaxdist.step.update import build_update_rule
 from jaxdist.trainer.compose import Composition, batch_shapes
 
@@ -90,6 +92,7 @@ def held_state(
         HOST_PARAMETERS: parameters_on_host,
         "model state": _whole_bytes(spec.model_state),
         "batch": _whole_bytes(batch_shapes(run)) // rules.shape.batch_shards,
+        "prepared fields": _prepared_bytes(composition),
     }
 
 
@@ -143,6 +146,24 @@ def parameter_bytes(
     return itemsize * sum(sizes)
 
 
+def _prepared_bytes(composition: Composition) -> int:
+    """Counts a device's bytes of the fields that the objective adds to a batch."""
+    spec = composition.spec
+    if not spec.objective.prepares:
+        return 0
+    batch = batch_shapes(composition.config)
+    described = [(name, x.shape) for name, x in batch.items()]
+    key = repr((spec.objective, composition.config.model, described))
+    if key not in _extended:
+        _extended[key] = abstract_batch(spec, batch)
+    extended = _extended[key]
+    names = dim_names(extended)
+    rules = composition.rules
+    added = {name: x for name, x in extended.items() if name not in batch}
+    specs = [rules.activation(names[name], x.shape) for name, x in added.items()]
+    return sum(_leaf_bytes(rules, added.values(), specs))
+
+
 def _frozen_bytes(spec: ModelSpec, rules: Rules, params: str) -> int:
     """Counts a device's bytes of frozen parameters in their stored dtype."""
     return sum(
@@ -174,6 +195,7 @@ def gathers_inside(rules: Rules, names: Names, dims: Sequence[int]) -> bool:
 
 # cached by content, because a search needs each of them some thousand times
 _states: dict[str, Any] = {}
+_extended: dict[str, dict[str, Any]] = {}  # batches with prepared fields
 
 
 def _moments(

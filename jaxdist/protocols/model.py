@@ -86,7 +86,8 @@ class Loss(NamedTuple):
     stats: dict[
         str, jax.Array
     ] = {}  # sums for the model's `update(stats)`, once a step
-    # scalar sums that are only reported, as means: divided by `count`
+    # scalar sums that are only reported, as means: divided by `count`, or by a count of
+    # their own
     metrics: dict[str, jax.Array] = {}
 
 

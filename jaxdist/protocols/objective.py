@@ -50,6 +50,8 @@ TARGETS_PER_COUNT = "targets_per_count"
 # Prefix of such fields for aux terms with a count of their own: the objective's count in
 # the whole batch, divided by that of the term. See `TokenObjective.aux_counts`.
 COUNT_PER_AUX = "count_per_aux/"
+# The same for metrics with a count of their own. See `TokenObjective.metric_counts`.
+COUNT_PER_METRIC = "count_per_metric/"
 Terms = dict[str, jax.Array]  # name -> float32 [B, S] or [B, S, k]
 # A frozen module in `prepare`: computes its terms for a batch (`terms_of_module`).
 FrozenModule = Callable[[Batch], Terms]
@@ -246,7 +248,8 @@ class TokenObjective(Objective):
         With the field `TARGETS_PER_COUNT` the rows count targets, and their sums are
         multiplied by it. So the mean of the loss stays the same, and aux terms of
         blocks become means over targets. A field `COUNT_PER_AUX` likewise makes an aux
-        term of the objective a mean over the term's own count.
+        term of the objective a mean over the term's own count, and `COUNT_PER_METRIC` a
+        metric a mean over its own.
         """
         ratios = {name: x for name, x in batch.items() if _is_ratio(name)}
         samples = {name: x for name, x in batch.items() if name not in ratios}
@@ -255,7 +258,11 @@ class TokenObjective(Objective):
             name: term * ratios.get(COUNT_PER_AUX + name, 1.0)
             for name, term in losses.aux.items()
         }
-        losses = losses._replace(aux=aux)
+        metrics = {
+            name: x * ratios.get(COUNT_PER_METRIC + name, 1.0)
+            for name, x in losses.metrics.items()
+        }
+        losses = losses._replace(aux=aux, metrics=metrics)
         if TARGETS_PER_COUNT not in batch:
             return losses
         factor = batch[TARGETS_PER_COUNT]
@@ -271,6 +278,15 @@ class TokenObjective(Objective):
 
         Returns:
           A scalar for each term whose count is not the objective's. It depends on the
+          fields of the data alone.
+        """
+        return {}
+
+    def metric_counts(self, batch: Batch) -> dict[str, jax.Array]:
+        """Counts what metrics of `sample_loss` are divided by, over a whole batch.
+
+        Returns:
+          A scalar for each metric whose count is not the objective's. It depends on the
           fields of the data alone.
         """
         return {}
@@ -384,7 +400,8 @@ def token_dims(batch: Mapping[str, Any]) -> list[tuple[int, ...]]:
 
 def _is_ratio(name: str) -> bool:
     """Checks whether a field of a batch is a ratio of counts, not of a sample."""
-    return name == TARGETS_PER_COUNT or name.startswith(COUNT_PER_AUX)
+    prefixes = (COUNT_PER_AUX, COUNT_PER_METRIC)
+    return name == TARGETS_PER_COUNT or name.startswith(prefixes)
 
 
 def _loss_faults(model_class: type) -> Iterator[str]:

@@ -16,6 +16,7 @@ from jaxdist.protocols.model import Batch, staged_output
 from jaxdist.protocols.model_spec import ModelSpec, Tree
 from jaxdist.protocols.objective import (
     COUNT_PER_AUX,
+    COUNT_PER_METRIC,
     TARGETS_PER_COUNT,
     FrozenModule,
     Terms,
@@ -79,10 +80,10 @@ def objective_fields(
 
 
 def ratios_of_counts(spec: ModelSpec, batch: Batch) -> dict[str, jax.Array]:
-    """Computes the fields TARGETS_PER_COUNT and COUNT_PER_AUX that aux terms need.
+    """Computes the ratios of counts by which sums with another count are multiplied.
 
     TARGETS_PER_COUNT is for aux terms of blocks, COUNT_PER_AUX for those of the
-    objective.
+    objective, and COUNT_PER_METRIC for its metrics.
 
     Args:
       spec: the model with flat blocks.
@@ -94,7 +95,14 @@ def ratios_of_counts(spec: ModelSpec, batch: Batch) -> dict[str, jax.Array]:
     objective = spec.objective
     if not isinstance(objective, TokenObjective):
         return {}
-    own_counts = objective.aux_counts(batch)
+    own_counts = {
+        COUNT_PER_AUX + name: count
+        for name, count in objective.aux_counts(batch).items()
+    }
+    own_counts |= {
+        COUNT_PER_METRIC + name: count
+        for name, count in objective.metric_counts(batch).items()
+    }
     over_targets = aux_over_targets(spec, batch)
     if not own_counts and not over_targets:
         return {}
@@ -106,7 +114,7 @@ def ratios_of_counts(spec: ModelSpec, batch: Batch) -> dict[str, jax.Array]:
     fields = {}
     for name, own_count in own_counts.items():
         ratio = count / jnp.maximum(own_count, 1)
-        fields[COUNT_PER_AUX + name] = jnp.full(len(counts), ratio)
+        fields[name] = jnp.full(len(counts), ratio)
     if over_targets:
         ratio = batch["weights"].sum() / count
         fields[TARGETS_PER_COUNT] = jnp.full(len(counts), ratio)

@@ -60,7 +60,7 @@ def build_prepare(
       staging: the pipeline's partition of the policy; None: no pipeline.
       compute: dtype of the modules' matrix products and activations.
       accumulation: number of accumulation steps of the batch.
-      adds_ratios: whether to add the ratios of counts that aux terms need.
+      adds_ratios: whether to add the ratios of counts that aux terms and metrics need.
     """
     prepares = spec.objective.prepares
     base_name = spec.objective.base_module

@@ -55,14 +55,18 @@ def build_evaluate(
             trainable, model_state, frozen = arrays
             _, (loss, _) = loss_of(trainable, model_state, frozen, batch, None)
             counts = dict.fromkeys(loss.aux, loss.count)
+            metric_counts = dict.fromkeys(loss.metrics, loss.count)
             if isinstance(spec.objective, TokenObjective):
                 counts |= spec.objective.aux_counts(batch)
+                metric_counts |= spec.objective.metric_counts(batch)
             for name in aux_over_targets(spec, batch):
                 counts[name] = batch["weights"].sum()
             others = {
                 f"aux/{name}": (value, counts[name]) for name, value in loss.aux.items()
             }
-            others |= {name: (x, loss.count) for name, x in loss.metrics.items()}
+            others |= {
+                name: (x, metric_counts[name]) for name, x in loss.metrics.items()
+            }
             if model_has_metrics:
                 if staging:
                     trainable, model_state, frozen = map(staging.flat, arrays)

@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 from jaxdist.data.config import sample_shapes
 from jaxdist.data.dataset import Dataset
 from jaxdist.models import lora, registry
-from jaxdist.objectives.distill import TEACHER
 from jaxdist.optim import schedules
 from jaxdist.parallel.mesh import MeshShape, build_mesh
 from jaxdist.parallel.pipeline.partition import Staging
@@ -31,8 +30,8 @@ from jaxdist.step.loss_scale import DynamicLossScale
 from jaxdist.step.step_config import StepConfig
 from jaxdist.step.train_step import TrainStep, build_train_step
 from jaxdist.step.update import memory_of_moments
+from jaxdist.trainer.module_models import describe_modules
 from jaxdist.trainer.run_config import Build, RunConfig, TrainedFor
-from jaxdist.trainer.teacher_model import teacher_config
 
 # --- a run's config alone -------------------------------------------------------------
 
@@ -90,23 +89,9 @@ def model_spec(config: RunConfig, build: Build | None = None) -> ModelSpec:
         return spec.trained_for(build.objective, modules)
     objective = objective_of(config)
     if objective is not None:
-        modules = dict.fromkeys(objective.modules, spec)
-        if TEACHER in modules:
-            modules[TEACHER] = teacher_spec(config)
+        modules = describe_modules(config, objective.modules, spec)
         spec = spec.trained_for(objective, modules)
     return spec
-
-
-def teacher_spec(config: RunConfig) -> ModelSpec:
-    """Describes the model of a run's teacher.
-
-    Raises:
-      ConfigError: the model cannot be built.
-    """
-    teacher = teacher_config(config)
-    build = registry.build_function(teacher.model_class, teacher.model_options)
-    is_same_class = teacher.model["target"] == config.model["target"]
-    return describe(build, rules=config.sharding.rules if is_same_class else ())
 
 
 def objective_of(config: RunConfig) -> Objective | None:

@@ -66,8 +66,9 @@ def teacher_faults(config: RunConfig) -> Iterator[str]:
     if not objective.teacher_model:
         if objective.teacher:
             yield (
-                f"{MODEL_KEY} is empty: the commands train, plan and verify fill it from "
-                f"{KEY}={objective.teacher}; start the run with `jaxdist train`"
+                f"{MODEL_KEY} is empty: the commands train, plan and verify and "
+                f"library.run fill it from {KEY}={objective.teacher}; start the run with "
+                f"`jaxdist train`"
             )
         else:
             yield (

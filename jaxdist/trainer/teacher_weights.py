@@ -18,8 +18,9 @@ from jaxdist.objectives.distill import TEACHER
 from jaxdist.step.first_state import MODULES
 from jaxdist.step.train_step import TrainStep
 from jaxdist.trainer import compose, initial_weights, model_folder, workdir
+from jaxdist.trainer.module_models import describe_module
 from jaxdist.trainer.run_config import RunConfig, default_config
-from jaxdist.trainer.teacher_model import KEY, as_text, teacher_config
+from jaxdist.trainer.teacher_model import KEY, MODEL_KEY, as_text, teacher_config
 from jaxdist.trainer.weight_source import ImpliedConfig, WeightSource, named_place
 
 
@@ -67,6 +68,31 @@ def apply_config(
     config.objective.teacher_model = as_text(for_logits(implied.model))
 
 
+def completed(
+    config: RunConfig, folder: Path, weight_sources: Sequence[WeightSource]
+) -> RunConfig:
+    """Fills in objective.teacher_model of a run that has a teacher, if it is empty.
+
+    Args:
+      config: the run's config.
+      folder: the workdir. If it holds the run, its config knows the teacher's model.
+      weight_sources: sources in addition to those of the core.
+
+    Raises:
+      ConfigError: the teacher cannot be read.
+    """
+    if not _place_of(config) or config.objective.teacher_model:
+        return config
+    before = None
+    if (folder / workdir.CONFIG).is_file():
+        named = config.model["target"]
+        before = workdir.read_config(folder, named=named)
+    values = schema.to_config_dict(config)
+    apply_config(values, weight_sources, before)
+    model = values.objective.teacher_model
+    return compose.with_overrides(config, {MODEL_KEY: model})
+
+
 def check(
     config: RunConfig, folder: Path, weight_sources: Sequence[WeightSource]
 ) -> None:
@@ -110,7 +136,7 @@ def module_values(
         return {}
     abstract = built.views.abstract
     parameters = trees.flatten_names(abstract.modules[TEACHER])
-    spec = compose.teacher_spec(config)
+    spec = describe_module(config, TEACHER)
     states = trees.flatten_names(spec.model_state)
     model_state = {path: parameters.pop(path) for path in states}
     arrays = abstract._replace(

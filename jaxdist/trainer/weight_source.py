@@ -93,10 +93,14 @@ class Target:
         return parameters
 
     @functools.cached_property
-    def adapters(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Describes A and B of a run with LoRA by path."""
+    def trained_with_adapters(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Describes what a run with LoRA trains by path.
+
+        This is A and B, and the parameters that are trained in full beside them.
+        """
+        trainable: dict[str, jax.ShapeDtypeStruct]
         trainable = trees.flatten_names(self.abstract.trainable)
-        return {path: x for path, x in trainable.items() if lora.is_factor(path)}
+        return trainable
 
     @functools.cached_property
     def _kernels(self) -> dict[str, lora.LoraKernel]:

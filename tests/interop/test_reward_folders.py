@@ -16,7 +16,9 @@ pytest.importorskip("jinja2", reason="extra `chat` is not installed")
 from jaxdist import interop, library
 from jaxdist.config import ConfigError
 from jaxdist.evaluation.loading import load_run
+from jaxdist.interop import peft
 from jaxdist.interop.families import FAMILIES
+from jaxdist.models.lora import LoraConfig
 from jaxdist.trainer import run_config
 from support.huggingface import FOLDERS, run_convert
 from support.rewards import CAUSAL, WEIGHTS, classifier, config_of, train, values_of
@@ -90,6 +92,46 @@ def test_adapters_go_out_with_the_whole_score(folder, tmp_path):
     np.testing.assert_array_equal(
         tensors["base_model.model.score.weight"], merged["score.weight"]
     )
+
+
+def test_adapters_come_back_with_the_score(folder, tmp_path):
+    run_convert(folder / "adapted", tmp_path / "peft", "huggingface", "--adapters")
+    adapted = {"model.head": "score", "lora.rank": 2, "train.steps": 1}
+    adapted |= {"optimizer.learning_rate": 1e-30}  # too small to change a weight
+    adapted |= {"lora.from_peft": str(tmp_path / "peft")}
+    train(values_of(CAUSAL, tmp_path, **adapted), tmp_path / "run")
+    found = scores_of(tmp_path / "run")
+    wanted = scores_of(folder / "adapted")
+    assert np.abs(wanted).max() > 0.01
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
+    # adapters of a reward model need a reward model
+    dpo = adapted | {"objective.name": "simpo", "model.head": "language"}
+    told = refusal(values_of(CAUSAL, tmp_path, **dpo), tmp_path / "dpo")
+    assert "score was trained in full, and the run does not train it" in told
+
+
+@pytest.mark.parametrize(
+    ("shape", "modules", "message"),
+    [
+        ((2, 32), ["score"], r"score.weight has shape (2, 32); (1, 32) is required"),
+        (None, ["classifier", "score"], "there is no tensor score.weight"),
+        ((1, 32), "score", "modules_to_save='score': a list is required"),
+        ((1, 32), None, "the tensor score.weight is not understood"),
+    ],
+)
+def test_a_score_in_full_that_does_not_fit_is_refused(
+    shape, modules, message, tmp_path
+):
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "modules_to_save": modules}
+    tensors = {} if shape is None else {"score.weight": np.ones(shape, np.float32)}
+    (tmp_path / peft.CONFIG).write_text(json.dumps(fields))
+    save_file(tensors, tmp_path / peft.WEIGHTS)
+    with pytest.raises(ConfigError) as caught:
+        peft.read(
+            tmp_path, FAMILIES["llama"], LoraConfig(rank=2, alpha=2), {"score": (32, 1)}
+        )
+    (fault,) = caught.value.faults
+    assert message in fault
 
 
 def test_padding_is_chosen_that_ends_no_text(folder, tmp_path):

@@ -199,6 +199,27 @@ def test_losses_of_twenty_steps_are_those_of_trl(name, tmp_path):
         for metric, value in wanted["metrics"][str(step)].items():
             if metric in row and (step or "accuracies" not in metric):
                 assert row[metric] == pytest.approx(value, rel=1e-4, abs=1e-4), metric
+        if "kl" in row:
+            kl = kl_of(wanted, step)
+            assert row["kl"] == pytest.approx(kl, rel=1e-4, abs=1e-6)
+            assert step == 0 or abs(kl) > 0.01
+
+
+def kl_of(run, step):
+    """Computes the mean log-ratio of TRL's completion tokens from TRL's rewards."""
+    rewards = run["metrics"][str(step)]
+    (case,) = [
+        case
+        for case in stored("tokens.json")["cases"]
+        if (case["rows"], case["template"]) == ("messages", "headers")
+        and case["begins"]
+        and case["max_length"] is None
+    ]
+    halves = [pair[half] for pair in case["pairs"] for half in ("chosen", "rejected")]
+    # nothing predicts a first token
+    tokens = sum(half["mask"][1:].count("1") for half in halves)
+    total = rewards["rewards/chosen"] + rewards["rewards/rejected"]
+    return len(case["pairs"]) * total / run["beta"] / tokens
 
 
 @pytest.mark.parametrize("reference", ["computed", "module"])

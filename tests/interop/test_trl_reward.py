@@ -70,6 +70,17 @@ def test_losses_of_twenty_steps_are_those_of_trl(model, tmp_path):
         assert not [name for name in row if name.startswith("logps/")]
 
 
+def test_centered_rewards_are_those_of_trl(model, tmp_path):
+    wanted = REWARD["centered"]
+    weight = wanted["center_rewards_coefficient"]
+    assert abs(wanted["losses"][0] - REWARD["losses"][0]) > 0.1
+    values = values_of(model, tmp_path, **{"objective.center_weight": weight})
+    rows = train(values, tmp_path / "run")
+    losses = [row["loss"] for row in rows]
+    np.testing.assert_allclose(losses, wanted["losses"], rtol=1e-5, atol=1e-5)
+    assert rows[0]["grad_norm"] == pytest.approx(wanted["gradient_norm"], rel=1e-5)
+
+
 def test_the_scores_of_a_run_are_those_of_trl(model, tmp_path):
     values = values_of(model, tmp_path, **{"optimizer.learning_rate": 1e-30})
     train(values | {"train.steps": 1}, tmp_path / "run")

@@ -773,7 +773,7 @@ def test_an_adapter_that_peft_wrote_gives_pefts_logits_and_comes_back(name, tmp_
         (
             {"modules_to_save": ["lm_head"]},
             {},
-            "modules_to_save=['lm_head'] is not supported",
+            "lm_head was trained in full, and the run does not train it",
         ),
         ({"init_lora_weights": "pissa"}, {}, "init_lora_weights='pissa'"),
         ({}, {"rank": 8, "alpha": 16.0}, "has rank 4, lora.rank is 8; set lora.rank=4"),

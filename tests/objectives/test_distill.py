@@ -333,6 +333,27 @@ def test_a_run_is_the_teacher_of_itself_and_of_a_smaller_one(tmp_path):
 
 
 @pytest.mark.usefixtures("needs_tokenizers")
+def test_a_run_of_the_library_reads_the_options_of_its_teacher(tmp_path):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(TEACHER, teacher)
+    changes = {"objective__teacher": str(teacher), "checkpoint__every_steps": 1}
+    config = config_of(tmp_path, **changes, train__steps=2)
+    assert config.objective.teacher_model
+    empty = {"objective.teacher_model": ""}
+    first = compose.with_overrides(config, empty | {"train.steps": 1})
+    train(first, tmp_path / "run")
+    stored = json.loads((tmp_path / "run/config.json").read_text())
+    found = stored["objective"]["teacher_model"]
+    assert found == config.objective.teacher_model
+    teacher.rename(tmp_path / "gone")
+    _, rows = train(compose.with_overrides(config, empty), tmp_path / "run")
+    assert [row["step"] for row in rows.train] == [1, 2]
+    with pytest.raises(ConfigError, match="objective.teacher="):
+        train(compose.with_overrides(config, empty), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.usefixtures("needs_tokenizers")
 def test_verify_shrinks_the_teacher_of_a_run(tmp_path):
     config = config_of(tmp_path, objective__top_k=200)
     small, lines = cases.shrink_config(config, 8)

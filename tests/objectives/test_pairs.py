@@ -82,6 +82,19 @@ def by_hand(objective, log_p, reference, batch):
     return loss
 
 
+def kl_by_hand(log_p, reference, batch):
+    """Computes the mean log-ratio of the answers' tokens with a loop over tokens."""
+    ratios = []
+    for row, place in np.argwhere(batch["weights"] > 0):
+        pair = (batch["segment_ids"][row, place] + 1) // 2
+        other_half = {2 * pair - 1, 2 * pair} - {batch["segment_ids"][row, place]}
+        in_other = batch["segment_ids"][row] == other_half.pop()
+        if (batch["weights"][row] * in_other).any():
+            ratios.append(log_p[row, place] - reference[row, place])
+    assert len(ratios) < (batch["weights"] > 0).sum()  # a half without the other
+    return np.mean(ratios)
+
+
 def one_loss(objective, c, r, mean_c, mean_r, n_c, n_r):
     softplus = lambda x: np.logaddexp(0, x)  # noqa: E731
     sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
@@ -152,6 +165,13 @@ def test_losses_are_those_of_a_loop_over_pairs(objective):
     )
     total, count, others = found.evaluated
     assert count == 2 * B - 1
+    assert ("kl" in others) == isinstance(objective, DirectPreference)
+    if "kl" in others:
+        kl = kl_by_hand(log_p, reference, batch)
+        assert abs(kl) > 0.01
+        assert found.metrics["kl"] == pytest.approx(kl, rel=2e-5)
+        evaluated, tokens = others["kl"]
+        assert evaluated / tokens == pytest.approx(kl, rel=2e-5)
     if "aux/sft" in others:
         nats, tokens = others["aux/sft"]
         assert nats / tokens == pytest.approx(found.metrics["aux/sft"], rel=1e-5)
@@ -178,6 +198,7 @@ def test_the_first_loss_is_that_of_a_margin_of_zero(options, wanted, reference):
     assert found.metrics["loss"] == pytest.approx(wanted, abs=1e-6)
     # two programs compute the log-probabilities, so only rounding differs
     assert found.metrics["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert found.metrics["kl"] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -247,8 +268,11 @@ def _with_all():
 def test_every_layout_has_the_loss_of_one_device(name):
     found = run(spec_for(_with_all()), LAYOUTS[name], two_pairs_in_a_row())
     wanted = on_one_device()
-    names = [n for n in wanted.metrics if n.startswith(("rewards/", "logps/", "aux/"))]
-    assert len(names) == 7
+    names = [
+        n for n in wanted.metrics if n.startswith(("rewards/", "logps/", "aux/", "kl"))
+    ]
+    assert len(names) == 8
+    assert abs(wanted.metrics["kl"]) > 1e-3
     for metric in ("loss", "grad_norm", *names):
         assert found.metrics[metric] == pytest.approx(
             float(wanted.metrics[metric]), rel=2e-5, abs=1e-6

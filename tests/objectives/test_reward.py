@@ -115,12 +115,12 @@ LAYOUTS = {
 
 @lru_cache
 def on_one_device():
-    return run(spec_for(BradleyTerry(), TIED), case(), two_pairs_in_a_row())
+    return run(spec_for(BradleyTerry(0.3), TIED), case(), two_pairs_in_a_row())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_loss_of_one_device(name):
-    found = run(spec_for(BradleyTerry(), TIED), LAYOUTS[name], two_pairs_in_a_row())
+    found = run(spec_for(BradleyTerry(0.3), TIED), LAYOUTS[name], two_pairs_in_a_row())
     wanted = on_one_device()
     names = [n for n in wanted.metrics if n.startswith("rewards/")]
     assert len(names) == 4

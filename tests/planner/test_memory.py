@@ -4,6 +4,7 @@ compilers' peaks.
 
 import functools
 import math
+from dataclasses import dataclass
 
 import jax
 import pytest
@@ -127,8 +128,29 @@ def test_frozen_modules_are_a_part_of_the_state(axes):
     assert 0 <= whole - checkpoint_bytes(composition) < 100  # counters
     placed = {p.path: p.shard_bytes for p in composition.placements()}
     assert sum(placed.values()) == 2 * held
+    # the reference has three numbers for each target
+    targets = run.batch.global_size * run.batch.sequence_length
+    shards = composition.shape.batch_shards
+    assert found["prepared fields"] == 3 * 4 * targets // shards
     path = "modules/reference/blocks/mlp/up"
     assert placed[path] == placed["blocks/mlp/up"]
+
+
+def test_every_frozen_module_is_a_part_of_the_state():
+    run = run_of("llama3_8b:tiny", **{"mesh.fsdp": 8, "data.packing": "documents"})
+    one = composition_for(run, Preference())
+    two = composition_for(run, TwoReferences())
+    found = [memory.components(x, jax.devices()[0]) for x in (one, two)]
+    assert found[1]["frozen modules"] == 2 * found[0]["frozen modules"] > 0
+    sizes = [checkpoint_bytes(x) for x in (one, two)]
+    assert sizes[1] - sizes[0] == 4 * one.spec.parameter_count
+
+
+@dataclass(frozen=True)
+class TwoReferences(Preference):
+    """Compares the policy with one reference, and holds another."""
+
+    modules = ("reference", "other")
 
 
 @pytest.mark.parametrize(("zero", "shards"), [(3, 4), (2, 1)])

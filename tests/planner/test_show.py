@@ -1,5 +1,6 @@
 """The text of a plan: it has the width of the console, and loses nothing for it."""
 
+import dataclasses
 import json
 import sys
 
@@ -10,6 +11,8 @@ from jaxdist import plan
 from jaxdist.planner import document, fewest, show, targets
 from jaxdist.planner.answer import Answer, Question
 from jaxdist.planner.plan import plan_by_arithmetic
+from jaxdist.planner.timing import Time
+from jaxdist.telemetry.units import time_text
 from support.runs import run_of
 
 WAYS = ("all-gather", "reduce-scatter", "all-to-all")
@@ -55,6 +58,37 @@ def text_of(report, width: int) -> str:
     with console.capture() as capture:
         show.show(report, console)
     return capture.get()
+
+
+@pytest.mark.parametrize(("reference", "has_pass"), [("auto", True), ("module", False)])
+def test_a_plan_tells_of_the_pass_before_training(reference, has_pass):
+    run = run_of(
+        "llama3_8b:tiny",
+        **{
+            "objective.name": "dpo",
+            "objective.reference": reference,
+            "data.source": "jsonl",
+            "data.path": "pairs.jsonl",
+            "data.format": "preferences",
+            "data.packing": "documents",
+        },
+    )
+    made = plan_by_arithmetic(run, targets.parse("cpu:8"))
+    assert ("before training" in text_of(made.to_json(), 100)) == has_pass
+    step_s = 0.3
+    timed = dataclasses.replace(made, time=Time("test", step_s=step_s))
+    found = timed.to_json()["pass_before_training"]
+    if not has_pass:
+        assert found == {}
+        return
+    rows = run.batch.global_size
+    assert found == {
+        "fields": ["reference"],
+        "seconds_per_row": pytest.approx(step_s / 3 / rows),
+    }
+    (line,) = show._pass_before_training(found)
+    assert "in one forward pass; it does so once; about" in line.plain
+    assert f"{time_text(1000 * step_s / 3 / rows)} for 1,000 rows" in line.plain
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])

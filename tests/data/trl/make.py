@@ -60,8 +60,9 @@ trainers add begin and end of text to chats without them. So <|eot_id|> is their
 text here, and their ids are those of DPO (asserted).
 
 `reward.json` holds 20 steps of `RewardTrainer` on the same pairs with the same
-optimizer. The loss is the mean of -log s(score of chosen - score of rejected), without
-a centre term. `score` is the head's first weight, [hidden]; all other weights are those
+optimizer. The loss is the mean of -log s(score of chosen - score of rejected). The run
+`centered` adds center_rewards_coefficient times the mean of the squared sum of both
+scores. `score` is the head's first weight, [hidden]; all other weights are those
 of `model/`. A score is read at the last token that is not padding: <|eot_id|> here.
 `text` shows a trap: padding and end of text are one token in this tokenizer, so the
 scores of strings are read at the token before the end of text. `messages` and `text`
@@ -531,6 +532,9 @@ def scores(trainer) -> dict:
     return made
 
 
+CENTER = 0.2  # factor of the squared sum of rewards, in the run `centered`
+
+
 def reward(folder: Path, where: Path, dtype: torch.dtype = torch.float32) -> dict:
     made = {
         name: recorded(RewardTrainer)(
@@ -541,6 +545,14 @@ def reward(folder: Path, where: Path, dtype: torch.dtype = torch.float32) -> dic
         )
         for name in ("messages", "text")
     }
+    centered = recorded(RewardTrainer)(
+        model=scored(folder / "model", dtype),
+        args=options(
+            RewardConfig, where, max_length=None, center_rewards_coefficient=CENTER
+        ),
+        train_dataset=numbered(ROWS["messages"]),
+        processing_class=tokenizer_of(folder / "model", HEADERS),
+    )
     weight = made["messages"].model.score.weight[0].tolist()
     before = {name: scores(trainer) for name, trainer in made.items()}
     return {
@@ -551,6 +563,7 @@ def reward(folder: Path, where: Path, dtype: torch.dtype = torch.float32) -> dic
         "center_rewards_coefficient": None,
         **before,
         **run(made["messages"]),
+        "centered": {"center_rewards_coefficient": CENTER, **run(centered)},
     }
 
 
