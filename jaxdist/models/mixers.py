@@ -9,10 +9,12 @@ from typing import Literal
 from jaxdist.models.attention import Attention
 from jaxdist.models.parts import Mixer
 
-# global: attention to all earlier tokens; local: to the last `window` of them
-MixerKind = Literal["global", "local"]
+# global: attention to all earlier tokens; local: to the last `window` of them; nope:
+# global, without rotary positions
+MixerKind = Literal["global", "local", "nope"]
 
 MIXERS: dict[str, type[Mixer]] = {
     "global": Attention,
     "local": Attention,
+    "nope": Attention,
 }
