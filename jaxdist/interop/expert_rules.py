@@ -123,3 +123,25 @@ def pattern_of(kinds: Sequence[str]) -> tuple[int, tuple[str, ...]]:
         if start <= num_leading_dense and start < depth:
             return start, tuple(kinds[start : start + period])
     return 0, ()
+
+
+def gated_shared_experts(key: str, width: int) -> Rule:
+    """Makes the rule for shared experts with a gate, after that for experts (Qwen2-MoE).
+
+    Args:
+      key: the field with the width of all shared experts together.
+      width: the class's default width.
+    """
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        total = source.count(key, width)
+        own = values["expert_d_ff"]
+        if total % own:
+            fault = f"a multiple of {_WIDTH}={own} is required"
+            total = source.refuse(key, total, fault, instead=own)
+        return {"num_shared_experts": total // own, "shared_expert_gate": True}
+
+    def write(values: Values) -> dict[str, Any]:
+        return {key: values["num_shared_experts"] * values["expert_d_ff"]}
+
+    return Rule(read, write)

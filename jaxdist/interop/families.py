@@ -19,7 +19,12 @@ from dataclasses import dataclass, field, replace
 
 from jaxdist.interop import config_rules as rule
 from jaxdist.interop import expert_rules
-from jaxdist.interop.rotary_rules import gemma_rotary, rotary
+from jaxdist.interop.rotary_rules import (
+    gemma_rotary,
+    ministral_rotary,
+    olmo_rotary,
+    rotary,
+)
 
 CLASSIFIER = "ForSequenceClassification"  # end of the names of architectures
 SCORE = "score.weight"  # tensor of such an architecture's head
@@ -301,6 +306,12 @@ def _experts(block: str, gate: str, up: str, down: str) -> dict[str, _Line]:
     }
 
 
+_SHARED_EXPERTS: dict[str, _Line] = {  # with a gate
+    _L + "mlp.shared_expert.gate_proj.weight": "mlp/shared/gate DF -> F D",
+    _L + "mlp.shared_expert.up_proj.weight": "mlp/shared/up DF -> F D",
+    _L + "mlp.shared_expert.down_proj.weight": "mlp/shared/down FD -> D F",
+    _L + "mlp.shared_expert_gate.weight": "mlp/shared_gate DO -> O D",
+}
 _MIXTRAL = (
     _EDGES | _ATTENTION | _PRE_NORMS | _experts("block_sparse_moe", "w1", "w3", "w2")
 )
@@ -369,6 +380,14 @@ _UNTIED, _TIED = (
 )
 _EPS5, _EPS6 = (rule.plain("norm_eps", "rms_norm_eps", eps) for eps in (1e-5, 1e-6))
 _USUAL = (*_SIZES, rule.heads(), rule.activation("hidden_act"))
+# Names of the text model's tensors in multimodal folders, and the other tensors there.
+_TEXT_MODEL = {
+    r"language_model\.model\.|model\.language_model\.": "model.",
+    r"language_model\.lm": "lm",
+}
+_NO_TEXT_MODEL = (
+    r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\."
+)
 _GEMMA = (
     # The text part of a multimodal folder omits fields with the class's defaults.
     rule.plain("vocab_size", "vocab_size", 262_208),
@@ -407,6 +426,8 @@ _FAMILIES = (
         "MistralForCausalLM",
         (*_USUAL, _EPS6, _UNTIED, rotary(), rule.whole_window(4096)),
         LLAMA.tensors,
+        renamed=_TEXT_MODEL,
+        ignored=_NO_TEXT_MODEL,
     ),
     Family(
         "qwen2",
@@ -454,11 +475,8 @@ _FAMILIES = (
             rule.implied(qk_norm="head"),
         ),
         _table(_EDGES | _ATTENTION | _MLP | _BOTH_NORMS | _qk_norms("N", "N")),
-        renamed={
-            r"language_model\.model\.|model\.language_model\.": "model.",
-            r"language_model\.lm": "lm",
-        },
-        ignored=r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.",
+        renamed=_TEXT_MODEL,
+        ignored=_NO_TEXT_MODEL,
     ),
     Family(
         "gpt2",
@@ -485,7 +503,19 @@ _FAMILIES = (
     Family(
         "phi3",
         "Phi3ForCausalLM",
-        (*_USUAL, _EPS5, _UNTIED, rotary(partial=True), rule.whole_window(None)),
+        (
+            *_USUAL,
+            _EPS5,
+            _UNTIED,
+            rotary(partial=True),
+            rule.whole_window(None),
+            # fields of Phi-4 mini that the class of transformers does not know
+            rule.only("attention_bias", False, written=False),
+            rule.only("mlp_bias", False, written=False),
+            rule.only("lm_head_bias", False, written=False),
+            rule.only("full_attn_mod", 1, written=False),
+            rule.only("interpolate_factor", 1, written=False),
+        ),
         _table(_EDGES | _FUSED | _PRE_NORMS),
     ),
     Family(
@@ -554,6 +584,86 @@ _FAMILIES = (
         _table(_SPARSE | _qk_norms("HN", "KN")),
         other_forms=(_table(_MERGED | _qk_norms("HN", "KN")),),
         scores=False,
+    ),
+    Family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        (
+            *_USUAL,
+            _EPS5,
+            _UNTIED,
+            rule.periodic_window(4096, 4),
+            olmo_rotary(),
+            rule.attention_bias(),
+            rule.implied(norm_position="post", qk_norm="projection"),
+        ),
+        _table(_EDGES | _ATTENTION | _MLP | _POST_NORMS | _qk_norms("HN", "KN")),
+    ),
+    Family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        (
+            *_SIZES,
+            rule.heads(kv=4),
+            rule.activation("hidden_act", "silu"),
+            _EPS6,
+            _TIED,
+            rotary(theta=2e6),
+            rule.attention_bias(),
+            rule.only("mlp_bias", False),
+            rule.nope_layers(4),
+        ),
+        LLAMA.tensors,
+    ),
+    Family(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        (
+            *_SIZES,
+            rule.heads(kv=8, head_dim=128),
+            rule.activation("hidden_act", "silu"),
+            _EPS6,
+            _UNTIED,
+            rotary(),
+            rule.qkv_bias(default=True, out="attention_out_bias"),
+            rule.only("mlp_bias", False),
+        ),
+        LLAMA.tensors,
+    ),
+    Family(
+        "ministral3",
+        "Ministral3ForCausalLM",
+        (
+            *_SIZES,
+            rule.heads(kv=8, head_dim=128),
+            rule.activation("hidden_act", "silu"),
+            _EPS5,
+            _UNTIED,
+            ministral_rotary(),
+            rule.whole_window(None),
+        ),
+        LLAMA.tensors,
+        renamed=_TEXT_MODEL,
+        ignored=_NO_TEXT_MODEL,
+    ),
+    Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        (
+            *_SIZES,
+            rule.heads(kv=16),
+            rule.activation("hidden_act", "silu"),
+            _EPS6,
+            _UNTIED,
+            rotary(),
+            rule.qkv_bias("qkv_bias", default=True),
+            rule.listed_window(4096),
+            expert_rules.experts("num_experts", 60, 4, width=1408, normalise=False),
+            expert_rules.gated_shared_experts("shared_expert_intermediate_size", 5632),
+            expert_rules.dense_layers(),
+        ),
+        _table(_SPARSE | _MLP | _SHARED_EXPERTS),
+        other_forms=(_table(_MERGED | _MLP | _SHARED_EXPERTS),),
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}

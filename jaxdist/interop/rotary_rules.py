@@ -111,6 +111,106 @@ def gemma_rotary() -> Rule:
     return Rule(read, write)
 
 
+def olmo_rotary() -> Rule:
+    """Makes the rule for OLMo 3: one base, and only global layers may be scaled.
+
+    transformers 5 has mappings for each kind of layer in rope_parameters. Version 4 has
+    rope_theta and rope_scaling. Both are written, because version 5 forgets rope_theta
+    in local layers.
+    """
+    theta = 500_000.0
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        parameters = source.inside(
+            "rope_parameters", source.take("rope_parameters", None) or {}
+        )
+        full, local = (
+            parameters.inside(name, parameters.take(name, None) or {}) for name in KINDS
+        )
+        scaling = source.inside("rope_scaling", source.take("rope_scaling", None) or {})
+        full.config |= scaling.config
+        has_local = "local" in values["layer_pattern"]
+        whole = source.number("rope_theta", theta)
+        base = full.number("rope_theta", whole)
+        local_base = local.number("rope_theta", theta)
+        if has_local and whole != theta and "rope_theta" not in local.config:
+            source.refuse(
+                "rope_theta",
+                whole,
+                "versions of transformers differ in local layers; write a base for each "
+                "kind of layer in rope_parameters",
+            )
+        kinds = tuple(_SCALINGS)
+        scaling_values = _read_scaling(full, source, kinds)
+        if _read_scaling(local, source, kinds):
+            local.refuse(
+                "rope_type",
+                local.config.get("rope_type"),
+                "not built; required 'default'",
+            )
+        source.faults += full.close() + local.close() + parameters.close()
+        return {
+            "rope_theta": float(base),
+            "rope_theta_local": float(local_base) if has_local else 0.0,
+        } | scaling_values
+
+    def write(values: Values) -> dict[str, Any]:
+        fields = {"rope_theta": values["rope_theta"]} | _write_scaling(values)
+        full = {"rope_type": "default"} | (fields["rope_scaling"] or {})
+        local_theta = values["rope_theta_local"] or values["rope_theta"]
+        fields["rope_parameters"] = {
+            "full_attention": full | {"rope_theta": values["rope_theta"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
+        }
+        return fields
+
+    return Rule(read, write)
+
+
+def ministral_rotary() -> Rule:
+    """Makes the rule for Ministral 3, whose queries grow with the position.
+
+    It has rope_parameters only. Without them the class has the values of the published
+    models.
+    """
+    growth_key = "llama_4_scaling_beta"
+    published = {
+        "type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        _ORIGINAL_POSITIONS: 16_384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        growth_key: 0.1,
+    }
+
+    def read(source: Source, _: Values) -> dict[str, Any]:
+        parameters = source.take("rope_parameters", None)
+        if parameters is None:
+            parameters = published
+        rope = source.inside("rope_parameters", parameters)
+        rope.read.add("max_position_embeddings")  # a copy of the field outside
+        values = _read_scaling(rope, source, tuple(_SCALINGS))
+        growth = rope.number(growth_key)
+        values["rope_query_growth"] = float(growth)
+        values["rope_original_positions"] = rope.count(_ORIGINAL_POSITIONS, REQUIRED)
+        values["rope_theta"] = float(rope.number("rope_theta", 10_000.0))
+        source.faults += rope.close()
+        return values
+
+    def write(values: Values) -> dict[str, Any]:
+        fields = _write_scaling(values)
+        rope = {"rope_type": "default"} | (fields.pop("rope_scaling") or {})
+        rope |= {
+            "rope_theta": values["rope_theta"],
+            _ORIGINAL_POSITIONS: values["rope_original_positions"],
+            growth_key: values["rope_query_growth"],
+        }
+        return fields | {"rope_parameters": rope}
+
+    return Rule(read, write)
+
+
 def _read_scaling(rope: Source, config: Source, kinds: Sequence[str]) -> dict[str, Any]:
     """Reads the kind of scaling and its numbers.
 

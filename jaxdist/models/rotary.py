@@ -75,6 +75,16 @@ class RotaryConfig:
         """Whether positions are stretched; longrope's lists need no factor for that."""
         return self.rope_factor != 1 or self.rope_scaling == "longrope"
 
+    @property
+    def read_names(self) -> set[str]:
+        """The options that have an effect, besides the base of the frequencies."""
+        names = set[str]()
+        if self.stretches:
+            names |= {"rope_factor", "rope_scaling", *READ[self.rope_scaling]}
+        if self.rope_query_growth:
+            names |= {"rope_query_growth", "rope_original_positions"}
+        return names
+
     def stretch_faults(self, dims: int) -> Iterator[str]:
         """Yields a message for each conflict of the stretch's options, with its fix.
 

@@ -28,7 +28,7 @@ FAMILIES = sorted(
     path.name for path in FOLDERS.iterdir() if (path / "config.json").is_file()
 )
 MESH = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
-EXPERTS = ("mixtral", "olmoe", "qwen3_moe")  # families
+EXPERTS = ("mixtral", "olmoe", "qwen3_moe", "qwen2_moe")  # families
 EXPERT_MESH = {"mesh.data": 1, "mesh.expert": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 
 
