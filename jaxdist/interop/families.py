@@ -16,10 +16,12 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxdist.interop import config_rules as rule
 from jaxdist.interop import expert_rules
 from jaxdist.interop.rotary_rules import (
+    SCALINGS,
     gemma_rotary,
     ministral_rotary,
     olmo_rotary,
@@ -28,6 +30,8 @@ from jaxdist.interop.rotary_rules import (
 
 CLASSIFIER = "ForSequenceClassification"  # end of the names of architectures
 SCORE = "score.weight"  # tensor of such an architecture's head
+# end of the paths of model state that folders may hold: biases that choose experts
+_CHOICE_BIAS = "/choice_bias"
 _BLOCKS = "blocks/"  # first part of the paths of stacked parameters in the tables
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of parameters by path
 # one line of a table: the part that a tensor holds, or the axis that joins several
@@ -114,6 +118,11 @@ class Stored:
             if parts[0].is_in(shapes):
                 yield replace(self, parts=parts, first=first, step=step)
 
+    @property
+    def is_choice_bias(self) -> bool:
+        """Whether it holds biases that choose experts: model state, and in float32."""
+        return self.parts[0].path.endswith(_CHOICE_BIAS)
+
     def all_names(self, shapes: Shapes) -> list[str]:
         """Lists the tensor's names for all layers and experts."""
         shape = shapes[self.parts[0].path]
@@ -148,6 +157,26 @@ class Family:
     other_forms: tuple[tuple[Stored, ...], ...] = ()
     # whether transformers has a class for sequence classification, for reward models
     scores: bool = True
+    # whether folders may hold layers behind the last one, which predict further tokens;
+    # they are not read
+    extra_layers: bool = False
+
+    @property
+    def has_choice_bias(self) -> bool:
+        """Whether folders hold biases that choose experts (`model.balance=bias`)."""
+        return any(stored.is_choice_bias for stored in self.tensors)
+
+    def choice_biases(self, model_state: Mapping[str, Any]) -> dict[str, Any]:
+        """Selects the biases that choose experts, if folders hold them.
+
+        Args:
+          model_state: of the model, by path.
+        """
+        if not self.has_choice_bias:
+            return {}
+        return {
+            path: x for path, x in model_state.items() if path.endswith(_CHOICE_BIAS)
+        }
 
     def architecture_for(self, head: str) -> str:
         """Names the class of a model with this `model.head`; "" if there is none."""
@@ -312,6 +341,15 @@ _SHARED_EXPERTS: dict[str, _Line] = {  # with a gate
     _L + "mlp.shared_expert.down_proj.weight": "mlp/shared/down FD -> D F",
     _L + "mlp.shared_expert_gate.weight": "mlp/shared_gate DO -> O D",
 }
+_PLAIN_SHARED_EXPERTS: dict[str, _Line] = {
+    _L + "mlp.shared_experts.gate_proj.weight": "mlp/shared/gate DF -> F D",
+    _L + "mlp.shared_experts.up_proj.weight": "mlp/shared/up DF -> F D",
+    _L + "mlp.shared_experts.down_proj.weight": "mlp/shared/down FD -> D F",
+}
+_CHOICE_BIASES: dict[str, _Line] = {
+    _L + "mlp.gate.e_score_correction_bias": "mlp/choice_bias E -> E",
+}
+_GLM4_MOE = _MLP | _qk_norms("N", "N") | _PLAIN_SHARED_EXPERTS | _CHOICE_BIASES
 _MIXTRAL = (
     _EDGES | _ATTENTION | _PRE_NORMS | _experts("block_sparse_moe", "w1", "w3", "w2")
 )
@@ -664,6 +702,26 @@ _FAMILIES = (
         ),
         _table(_SPARSE | _MLP | _SHARED_EXPERTS),
         other_forms=(_table(_MERGED | _MLP | _SHARED_EXPERTS),),
+    ),
+    Family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        (
+            *_SIZES,
+            rule.heads(kv=8),
+            rule.activation("hidden_act", "silu"),
+            _EPS5,
+            _UNTIED,
+            rotary(partial=True, fraction=0.5, kinds=tuple(SCALINGS)),
+            rule.qkv_bias(default=False),
+            rule.head_norm("use_qk_norm"),
+            expert_rules.biased_experts(128, 8, width=1408, shared=1, dense=1),
+            expert_rules.extra_layers("num_nextn_predict_layers", "num_mtp_layers"),
+        ),
+        _table(_SPARSE | _GLM4_MOE),
+        other_forms=(_table(_MERGED | _GLM4_MOE),),
+        scores=False,
+        extra_layers=True,
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}

@@ -13,7 +13,7 @@ from jaxdist.interop.config_rules import KINDS, REQUIRED, Rule, Source, Values
 from jaxdist.models.transformer_config import TransformerConfig
 
 # for each kind of scaling its numbers besides the factor: model value -> field
-_SCALINGS: dict[str, dict[str, str]] = {
+SCALINGS: dict[str, dict[str, str]] = {
     "default": {},
     "linear": {},
     "llama3": {
@@ -28,15 +28,24 @@ _LISTS = {"rope_short_factor": "short_factor", "rope_long_factor": "long_factor"
 _ORIGINAL_POSITIONS = "original_max_position_embeddings"
 
 
-def rotary(*, partial: bool = False, theta: float = 10_000.0) -> Rule:
+def rotary(
+    *,
+    partial: bool = False,
+    theta: float = 10_000.0,
+    fraction: float = 1.0,
+    kinds: Sequence[str] = (),
+) -> Rule:
     """Makes the rule for one rotary base in all layers.
 
     Args:
-      partial: whether only a fraction of a head may rotate; then longrope is the only
-        supported scaling (Phi-3).
+      partial: whether only a fraction of a head may rotate.
       theta: the base if no field has it.
+      fraction: the rotated fraction if no field has it.
+      kinds: supported kinds of scaling; empty: all, or with `partial` longrope only
+        (Phi-3).
     """
-    kinds = ("default", "longrope") if partial else tuple(_SCALINGS)
+    kinds = kinds or (("default", "longrope") if partial else tuple(SCALINGS))
+    default_fraction = fraction
 
     def read(source: Source, _: Values) -> dict[str, Any]:
         parameters = source.take("rope_parameters", None)
@@ -47,7 +56,8 @@ def rotary(*, partial: bool = False, theta: float = 10_000.0) -> Rule:
             rope = source.inside("rope_parameters", parameters or {})
         base = rope.number("rope_theta", source.number("rope_theta", theta))
         fraction = rope.number(
-            "partial_rotary_factor", source.number("partial_rotary_factor", 1.0)
+            "partial_rotary_factor",
+            source.number("partial_rotary_factor", default_fraction),
         )
         if fraction != 1 and not partial:
             source.refuse(
@@ -86,7 +96,7 @@ def gemma_rotary() -> Rule:
         local_theta = local.number(
             "rope_theta", source.number("rope_local_base_freq", 10_000.0)
         )
-        kinds = tuple(_SCALINGS)
+        kinds = tuple(SCALINGS)
         scaling_values = _read_scaling(full, source, kinds)
         if _read_scaling(local, source, kinds):
             local.refuse(
@@ -140,7 +150,7 @@ def olmo_rotary() -> Rule:
                 "versions of transformers differ in local layers; write a base for each "
                 "kind of layer in rope_parameters",
             )
-        kinds = tuple(_SCALINGS)
+        kinds = tuple(SCALINGS)
         scaling_values = _read_scaling(full, source, kinds)
         if _read_scaling(local, source, kinds):
             local.refuse(
@@ -190,7 +200,7 @@ def ministral_rotary() -> Rule:
             parameters = published
         rope = source.inside("rope_parameters", parameters)
         rope.read.add("max_position_embeddings")  # a copy of the field outside
-        values = _read_scaling(rope, source, tuple(_SCALINGS))
+        values = _read_scaling(rope, source, tuple(SCALINGS))
         growth = rope.number(growth_key)
         values["rope_query_growth"] = float(growth)
         values["rope_original_positions"] = rope.count(_ORIGINAL_POSITIONS, REQUIRED)
@@ -245,7 +255,7 @@ def _read_scaling(rope: Source, config: Source, kinds: Sequence[str]) -> dict[st
     else:
         values["rope_factor"] = rope.number("factor")
     defaults = TransformerConfig()
-    for name, key in _SCALINGS[kind].items():
+    for name, key in SCALINGS[kind].items():
         if kind == "yarn":
             default = getattr(defaults, name)
             values[name] = rope.number(key, default) or default
@@ -314,7 +324,7 @@ def _write_scaling(values: Values) -> dict[str, Any]:
     if factor == 1 and kind != "longrope":
         return {"rope_scaling": None}
     rope = {"rope_type": kind, "factor": factor}
-    rope |= {key: values[name] for name, key in _SCALINGS[kind].items()}
+    rope |= {key: values[name] for name, key in SCALINGS[kind].items()}
     fields: dict[str, Any] = {"rope_scaling": rope}
     if kind == "dynamic":
         return fields | {"max_position_embeddings": original_positions}

@@ -149,6 +149,19 @@ def configs(**changes):
             shared_expert_intermediate_size=16,
             mlp_only_layers=[0],
         ),
+        "glm4_moe": t.Glm4MoeConfig(
+            **sizes,
+            head_dim=8,
+            attention_bias=True,
+            use_qk_norm=True,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            num_mtp_layers=0,
+        ),
     }
 
 
@@ -166,6 +179,9 @@ def build(config, seed: int = 0, dtype: torch.dtype = torch.float32):
         for parameter in model.parameters():
             parameter.normal_(0, 0.25 if parameter.ndim > 1 else 0.5)
             parameter.copy_(parameter.to(dtype).float())
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.uniform_(0, 0.5)
     return model
 
 
