@@ -16,13 +16,22 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxdist.interop import config_rules as rule
 from jaxdist.interop import expert_rules
-from jaxdist.interop.rotary_rules import gemma_rotary, rotary
+from jaxdist.interop.rotary_rules import (
+    SCALINGS,
+    gemma_rotary,
+    ministral_rotary,
+    olmo_rotary,
+    rotary,
+)
 
 CLASSIFIER = "ForSequenceClassification"  # end of the names of architectures
 SCORE = "score.weight"  # tensor of such an architecture's head
+# end of the paths of model state that folders may hold: biases that choose experts
+_CHOICE_BIAS = "/choice_bias"
 _BLOCKS = "blocks/"  # first part of the paths of stacked parameters in the tables
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of parameters by path
 # one line of a table: the part that a tensor holds, or the axis that joins several
@@ -109,6 +118,11 @@ class Stored:
             if parts[0].is_in(shapes):
                 yield replace(self, parts=parts, first=first, step=step)
 
+    @property
+    def is_choice_bias(self) -> bool:
+        """Whether it holds biases that choose experts: model state, and in float32."""
+        return self.parts[0].path.endswith(_CHOICE_BIAS)
+
     def all_names(self, shapes: Shapes) -> list[str]:
         """Lists the tensor's names for all layers and experts."""
         shape = shapes[self.parts[0].path]
@@ -143,6 +157,26 @@ class Family:
     other_forms: tuple[tuple[Stored, ...], ...] = ()
     # whether transformers has a class for sequence classification, for reward models
     scores: bool = True
+    # whether folders may hold layers behind the last one, which predict further tokens;
+    # they are not read
+    extra_layers: bool = False
+
+    @property
+    def has_choice_bias(self) -> bool:
+        """Whether folders hold biases that choose experts (`model.balance=bias`)."""
+        return any(stored.is_choice_bias for stored in self.tensors)
+
+    def choice_biases(self, model_state: Mapping[str, Any]) -> dict[str, Any]:
+        """Selects the biases that choose experts, if folders hold them.
+
+        Args:
+          model_state: of the model, by path.
+        """
+        if not self.has_choice_bias:
+            return {}
+        return {
+            path: x for path, x in model_state.items() if path.endswith(_CHOICE_BIAS)
+        }
 
     def architecture_for(self, head: str) -> str:
         """Names the class of a model with this `model.head`; "" if there is none."""
@@ -301,6 +335,21 @@ def _experts(block: str, gate: str, up: str, down: str) -> dict[str, _Line]:
     }
 
 
+_SHARED_EXPERTS: dict[str, _Line] = {  # with a gate
+    _L + "mlp.shared_expert.gate_proj.weight": "mlp/shared/gate DF -> F D",
+    _L + "mlp.shared_expert.up_proj.weight": "mlp/shared/up DF -> F D",
+    _L + "mlp.shared_expert.down_proj.weight": "mlp/shared/down FD -> D F",
+    _L + "mlp.shared_expert_gate.weight": "mlp/shared_gate DO -> O D",
+}
+_PLAIN_SHARED_EXPERTS: dict[str, _Line] = {
+    _L + "mlp.shared_experts.gate_proj.weight": "mlp/shared/gate DF -> F D",
+    _L + "mlp.shared_experts.up_proj.weight": "mlp/shared/up DF -> F D",
+    _L + "mlp.shared_experts.down_proj.weight": "mlp/shared/down FD -> D F",
+}
+_CHOICE_BIASES: dict[str, _Line] = {
+    _L + "mlp.gate.e_score_correction_bias": "mlp/choice_bias E -> E",
+}
+_GLM4_MOE = _MLP | _qk_norms("N", "N") | _PLAIN_SHARED_EXPERTS | _CHOICE_BIASES
 _MIXTRAL = (
     _EDGES | _ATTENTION | _PRE_NORMS | _experts("block_sparse_moe", "w1", "w3", "w2")
 )
@@ -369,6 +418,14 @@ _UNTIED, _TIED = (
 )
 _EPS5, _EPS6 = (rule.plain("norm_eps", "rms_norm_eps", eps) for eps in (1e-5, 1e-6))
 _USUAL = (*_SIZES, rule.heads(), rule.activation("hidden_act"))
+# Names of the text model's tensors in multimodal folders, and the other tensors there.
+_TEXT_MODEL = {
+    r"language_model\.model\.|model\.language_model\.": "model.",
+    r"language_model\.lm": "lm",
+}
+_NO_TEXT_MODEL = (
+    r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\."
+)
 _GEMMA = (
     # The text part of a multimodal folder omits fields with the class's defaults.
     rule.plain("vocab_size", "vocab_size", 262_208),
@@ -407,6 +464,8 @@ _FAMILIES = (
         "MistralForCausalLM",
         (*_USUAL, _EPS6, _UNTIED, rotary(), rule.whole_window(4096)),
         LLAMA.tensors,
+        renamed=_TEXT_MODEL,
+        ignored=_NO_TEXT_MODEL,
     ),
     Family(
         "qwen2",
@@ -454,11 +513,8 @@ _FAMILIES = (
             rule.implied(qk_norm="head"),
         ),
         _table(_EDGES | _ATTENTION | _MLP | _BOTH_NORMS | _qk_norms("N", "N")),
-        renamed={
-            r"language_model\.model\.|model\.language_model\.": "model.",
-            r"language_model\.lm": "lm",
-        },
-        ignored=r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.",
+        renamed=_TEXT_MODEL,
+        ignored=_NO_TEXT_MODEL,
     ),
     Family(
         "gpt2",
@@ -485,7 +541,19 @@ _FAMILIES = (
     Family(
         "phi3",
         "Phi3ForCausalLM",
-        (*_USUAL, _EPS5, _UNTIED, rotary(partial=True), rule.whole_window(None)),
+        (
+            *_USUAL,
+            _EPS5,
+            _UNTIED,
+            rotary(partial=True),
+            rule.whole_window(None),
+            # fields of Phi-4 mini that the class of transformers does not know
+            rule.only("attention_bias", False, written=False),
+            rule.only("mlp_bias", False, written=False),
+            rule.only("lm_head_bias", False, written=False),
+            rule.only("full_attn_mod", 1, written=False),
+            rule.only("interpolate_factor", 1, written=False),
+        ),
         _table(_EDGES | _FUSED | _PRE_NORMS),
     ),
     Family(
@@ -554,6 +622,106 @@ _FAMILIES = (
         _table(_SPARSE | _qk_norms("HN", "KN")),
         other_forms=(_table(_MERGED | _qk_norms("HN", "KN")),),
         scores=False,
+    ),
+    Family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        (
+            *_USUAL,
+            _EPS5,
+            _UNTIED,
+            rule.periodic_window(4096, 4),
+            olmo_rotary(),
+            rule.attention_bias(),
+            rule.implied(norm_position="post", qk_norm="projection"),
+        ),
+        _table(_EDGES | _ATTENTION | _MLP | _POST_NORMS | _qk_norms("HN", "KN")),
+    ),
+    Family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        (
+            *_SIZES,
+            rule.heads(kv=4),
+            rule.activation("hidden_act", "silu"),
+            _EPS6,
+            _TIED,
+            rotary(theta=2e6),
+            rule.attention_bias(),
+            rule.only("mlp_bias", False),
+            rule.nope_layers(4),
+        ),
+        LLAMA.tensors,
+    ),
+    Family(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        (
+            *_SIZES,
+            rule.heads(kv=8, head_dim=128),
+            rule.activation("hidden_act", "silu"),
+            _EPS6,
+            _UNTIED,
+            rotary(),
+            rule.qkv_bias(default=True, out="attention_out_bias"),
+            rule.only("mlp_bias", False),
+        ),
+        LLAMA.tensors,
+    ),
+    Family(
+        "ministral3",
+        "Ministral3ForCausalLM",
+        (
+            *_SIZES,
+            rule.heads(kv=8, head_dim=128),
+            rule.activation("hidden_act", "silu"),
+            _EPS5,
+            _UNTIED,
+            ministral_rotary(),
+            rule.whole_window(None),
+        ),
+        LLAMA.tensors,
+        renamed=_TEXT_MODEL,
+        ignored=_NO_TEXT_MODEL,
+    ),
+    Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        (
+            *_SIZES,
+            rule.heads(kv=16),
+            rule.activation("hidden_act", "silu"),
+            _EPS6,
+            _UNTIED,
+            rotary(),
+            rule.qkv_bias("qkv_bias", default=True),
+            rule.listed_window(4096),
+            expert_rules.experts("num_experts", 60, 4, width=1408, normalise=False),
+            expert_rules.gated_shared_experts("shared_expert_intermediate_size", 5632),
+            expert_rules.dense_layers(),
+        ),
+        _table(_SPARSE | _MLP | _SHARED_EXPERTS),
+        other_forms=(_table(_MERGED | _MLP | _SHARED_EXPERTS),),
+    ),
+    Family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        (
+            *_SIZES,
+            rule.heads(kv=8),
+            rule.activation("hidden_act", "silu"),
+            _EPS5,
+            _UNTIED,
+            rotary(partial=True, fraction=0.5, kinds=tuple(SCALINGS)),
+            rule.qkv_bias(default=False),
+            rule.head_norm("use_qk_norm"),
+            expert_rules.biased_experts(128, 8, width=1408, shared=1, dense=1),
+            expert_rules.extra_layers("num_nextn_predict_layers", "num_mtp_layers"),
+        ),
+        _table(_SPARSE | _GLM4_MOE),
+        other_forms=(_table(_MERGED | _GLM4_MOE),),
+        scores=False,
+        extra_layers=True,
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}

@@ -22,6 +22,7 @@ from jaxdist.interop.families import SCORE, Family, Shapes, Stored, TensorPart
 from jaxdist.interop.hf_config import canonical_values, derive, read_config
 from jaxdist.interop.tensor_files import all_finite, open_tensors
 from jaxdist.models.model_values import (
+    DEFAULTS,
     differing_values,
     gets_new_head,
     without_changes,
@@ -45,8 +46,9 @@ def open_weights(
     Args:
       folder: the Hugging Face folder.
       values: the model's config, as fields of TransformerConfig.
-      shapes: the shapes of the model's parameters, by path. A score that a folder of a
-        language model lacks is left out.
+      shapes: the shapes of the model's parameters, by path, and those of biases that
+        choose experts (`Family.choice_biases`). A score that a folder of a language
+        model lacks is left out.
 
     Raises:
       ConfigError: the folder holds another model, or its files are incomplete.
@@ -59,6 +61,12 @@ def open_weights(
     if faults:
         raise ConfigError(
             f"{folder} holds another model than the config: {fault}" for fault in faults
+        )
+    balance = values.get("balance", DEFAULTS["balance"])
+    if family.has_choice_bias and balance != "bias":
+        raise ConfigError(
+            f"{folder}: biases choose the experts of {family.architecture}, and "
+            f"model.balance={balance} has none; set model.balance=bias"
         )
     tensors = Tensors(folder, family)
     if gets_new_head(model_values, folder_values):
@@ -154,9 +162,12 @@ class Tensors:
         faults += _listed("missing tensors", expected.keys() - self._handles.keys())
         has_tied_head = "embedding" in shapes and "output" not in shapes
         unexpected = []
+        depth = 1 + max(map(_layer_of, expected), default=0)
         for name in self._handles.keys() - expected.keys():
             is_tied_head = has_tied_head and name == "lm_head.weight"
-            if not is_tied_head and not re.search(self.family.ignored, name):
+            is_extra = self.family.extra_layers and _layer_of(name) >= depth
+            is_ignored = re.search(self.family.ignored, name)
+            if not is_tied_head and not is_extra and not is_ignored:
                 unexpected.append(name)
         faults += _listed("unexpected tensors", unexpected)
         for name in sorted(expected.keys() & self._handles.keys()):
@@ -309,6 +320,12 @@ class Tensors:
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate(pieces, len(before))
+
+
+def _layer_of(name: str) -> int:
+    """Reads the number of a layer from a tensor's name; -1 for other tensors."""
+    match = re.search(r"\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else -1
 
 
 def _join_layers(*layers: jax.Array) -> jax.Array:

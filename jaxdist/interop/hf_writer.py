@@ -100,8 +100,9 @@ class CheckpointWeights:
           ConfigError: biases differ, and the family has no tensor for them.
           CheckpointError: the biases differ from what was saved.
         """
-        known = {part.path for stored in family.tensors for part in stored.parts}
-        for path in self._model_state.keys() - known:
+        if family.has_choice_bias:
+            return
+        for path in self._model_state:
             if not path.endswith("/choice_bias"):
                 continue
             bias = self.read(path)
@@ -112,6 +113,30 @@ class CheckpointWeights:
                     f"experts of this run, and {family.architecture} has no tensor for them: tokens would go "
                     "elsewhere. Train with model.balance=batch, or leave them out: --drop-choice-bias"
                 )
+
+    def choice_biases(self, family: Family) -> dict[str, np.ndarray]:
+        """Reads the biases that choose experts, by path, if the family stores them.
+
+        They are zeros in a run that has none.
+
+        Raises:
+          StepDeleted: the run has deleted the step meanwhile.
+          CheckpointError: they differ from what was saved.
+        """
+        if not family.has_choice_bias:
+            return {}
+        saved = family.choice_biases(self._model_state)
+        biases = {}
+        for path, shape in self.shapes.items():
+            start, _, name = path.rpartition("/")
+            if name != "router":
+                continue
+            bias_path = f"{start}/choice_bias"
+            num_layers, _, num_experts = shape
+            biases[bias_path] = np.zeros((num_layers, num_experts), np.float32)
+            if bias_path in saved:
+                biases[bias_path] = self.read(bias_path)
+        return biases
 
     def read(self, path: str) -> np.ndarray:
         """Reads a parameter, or model state, to the host.
@@ -179,9 +204,12 @@ def export(
     if faults:
         raise ConfigError(faults)
     target.mkdir(parents=True, exist_ok=True)
-    tensors, num_bytes = _create_files(
-        target, stored_shapes(family, shapes), dtype, max_shard_bytes
-    )
+    tensor_shapes = stored_shapes(family, shapes)
+    dtypes = dict.fromkeys(tensor_shapes, dtype)
+    for stored in family.present(shapes):
+        if stored.is_choice_bias:
+            dtypes |= dict.fromkeys(stored.all_names(shapes), "float32")
+    tensors, num_bytes = _create_files(target, tensor_shapes, dtypes, max_shard_bytes)
     for stored in family.present(shapes):
         for part in stored.parts:
             _write_part(stored, part, read(part.path), shapes, tensors)
@@ -208,16 +236,21 @@ def _write_part(
 
 
 def _create_files(
-    target: Path, shapes: Shapes, dtype: str, max_shard_bytes: int
+    target: Path, shapes: Shapes, dtypes: Mapping[str, str], max_shard_bytes: int
 ) -> tuple[dict[str, np.ndarray], int]:
     """Creates safetensors files of zeros, and their index if there are several.
+
+    Args:
+      target: the folder.
+      shapes: shape of each tensor, by name.
+      dtypes: "float32" or "bfloat16" for each tensor.
+      max_shard_bytes: largest file.
 
     Returns:
       A memory-mapped array for each tensor, and the number of bytes of all tensors.
     """
-    itemsize = _DTYPES[dtype][1].itemsize
     sizes = {
-        name: math.prod(shapes[name]) * itemsize
+        name: math.prod(shapes[name]) * _DTYPES[dtypes[name]][1].itemsize
         for name in sorted(shapes, key=_by_number)
     }
     shards: list[dict[str, int]] = [{}]
@@ -231,7 +264,7 @@ def _create_files(
         file = SINGLE
         if len(shards) > 1:
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors |= _create_file(target / file, shard, shapes, dtype)
+        tensors |= _create_file(target / file, shard, shapes, dtypes)
         file_of |= dict.fromkeys(shard, file)
     total = sum(sizes.values())
     if len(shards) > 1:
@@ -241,7 +274,7 @@ def _create_files(
 
 
 def _create_file(
-    file: Path, sizes: Mapping[str, int], shapes: Shapes, dtype: str
+    file: Path, sizes: Mapping[str, int], shapes: Shapes, dtypes: Mapping[str, str]
 ) -> dict[str, np.ndarray]:
     """Creates one safetensors file of zeros.
 
@@ -249,17 +282,16 @@ def _create_file(
       file: the file to create.
       sizes: bytes of each tensor, by name.
       shapes: shape of each tensor, by name.
-      dtype: "float32" or "bfloat16".
+      dtypes: "float32" or "bfloat16" for each tensor.
 
     Returns:
       A memory-mapped array for each tensor.
     """
-    dtype_code, numpy_dtype = _DTYPES[dtype]
     ends = dict(zip(sizes, itertools.accumulate(sizes.values()), strict=True))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, end in ends.items():
         header[name] = {
-            "dtype": dtype_code,
+            "dtype": _DTYPES[dtypes[name]][0],
             "shape": shapes[name],
             "data_offsets": [end - sizes[name], end],
         }
@@ -272,7 +304,7 @@ def _create_file(
     tensors = {}
     for name, end in ends.items():
         part = data[data_start + end - sizes[name] : data_start + end]
-        tensors[name] = part.view(numpy_dtype).reshape(shapes[name])
+        tensors[name] = part.view(_DTYPES[dtypes[name]][1]).reshape(shapes[name])
     return tensors
 
 

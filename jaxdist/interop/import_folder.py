@@ -66,7 +66,8 @@ class Folder:
         )
         config = {f"model.{name}": value for name, value in values.items()}
         if values["num_experts"]:
-            config["model.balance"] = "batch"
+            has_bias = self.family.has_choice_bias
+            config["model.balance"] = "bias" if has_bias else "batch"
         config["precision.params"] = self.dtype
         config["precision.compute"] = self.dtype
         config["batch.sequence_length"] = min(longest, MAX_SEQUENCE_LENGTH)
@@ -95,17 +96,24 @@ class Folder:
             path: jax.ShapeDtypeStruct(x.shape, self.dtype, sharding=sharding)
             for path, x in trees.flatten_names(spec.trainable).items()
         }
-        shapes = {path: x.shape for path, x in parameters.items()}
-        tensors = hf_reader.open_weights(self.path, self.values, shapes)
+        state_paths = trees.flatten_names(spec.model_state)
+        biases = {
+            path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            for path, x in self.family.choice_biases(state_paths).items()
+        }
+        wanted = parameters | biases
+        shapes = {path: x.shape for path, x in wanted.items()}
+        arrays = hf_reader.open_weights(self.path, self.values, shapes).load(wanted)
         model_state = {}
         if spec.model_state:
             model_state = jax.jit(lambda: spec.init_params(jax.random.key(0))[1])()
-        trainable = trees.unflatten_names(tensors.load(parameters))
+        model_state = trees.flatten_names(model_state)
+        model_state |= {path: arrays.pop(path) for path in biases}
         return State(
             step=jnp.int32(0),
-            trainable=trainable,
+            trainable=trees.unflatten_names(arrays),
             frozen={},
-            model_state=model_state,
+            model_state=trees.unflatten_names(model_state),
             opt_state=NO_OPT_STATE,
             ema=None,
         )

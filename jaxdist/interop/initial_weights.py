@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, trees
 from jaxdist.data import load_tokenizer
 from jaxdist.data.sources.source import TokenSource
 from jaxdist.data.sources.table import SOURCES
@@ -42,12 +42,14 @@ class HuggingFaceFolder:
     def config_of(self, config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
         """Reads config.json and finds a tokenizer; see `WeightSource.config_of`."""
         folder = Path(config.init.from_huggingface).expanduser()
-        _, values = derive(read_config(folder))
+        family, values = derive(read_config(folder))
         model = {"target": registry.DEFAULT_TARGET} | values
         if values["num_experts"] and "model.balance" not in set_keys:
             balance = config.model.get("balance", "bias")
-            if balance == "bias":  # an export has no tensor for these biases
-                balance = "batch"
+            if balance == "bias" and not family.has_choice_bias:
+                balance = "batch"  # an export has no tensor for these biases
+            if family.has_choice_bias:
+                balance = "bias"
             model["balance"] = balance
         tokenizer = _tokenizer_of(folder, config, values["vocab_size"], set_keys)
         return ImpliedConfig(model, tokenizer)
@@ -55,9 +57,21 @@ class HuggingFaceFolder:
     def open(self, target: Target) -> OpenedWeights:
         """Opens the tensors and checks their shapes; see `WeightSource.open`."""
         folder = Path(target.config.init.from_huggingface).expanduser()
-        shapes = {path: x.shape for path, x in target.parameters.items()}
+        wanted = wanted_arrays(folder, target)
+        shapes = {path: x.shape for path, x in wanted.items()}
         tensors = open_weights(folder, target.config.model_options, shapes)
-        return OpenedWeights(tensors.sizes(), partial(_load, target, tensors))
+        return OpenedWeights(tensors.sizes(), partial(_load, target, tensors, wanted))
+
+
+def wanted_arrays(folder: Path, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
+    """Describes the arrays to read from a folder, by path.
+
+    These are the parameters, and the model state that the folder's family has tensors
+    for.
+    """
+    family, _ = derive(read_config(folder))
+    model_state = trees.flatten_names(target.abstract.model_state)
+    return target.parameters | family.choice_biases(model_state)
 
 
 def _tokenizer_of(
@@ -83,8 +97,10 @@ def _tokenizer_of(
     return tokenizer
 
 
-def _load(target: Target, tensors: Tensors) -> LoadedWeights:
-    """Reads the parameters one at a time, quantised kernels one layer at a time."""
+def _load(
+    target: Target, tensors: Tensors, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> LoadedWeights:
+    """Reads the arrays one at a time, quantised kernels one layer at a time."""
     fields = read_config(tensors.folder)
     kind = fields.get("model_type")
     notes = []
@@ -94,7 +110,7 @@ def _load(target: Target, tensors: Tensors) -> LoadedWeights:
         )
     length = target.config.batch.sequence_length
     notes += _length_warnings(length, target.config.model_options, fields)
-    values = tensors.load(target.parameters, target.store, target.stored_by_layer)
+    values = tensors.load(wanted, target.store, target.stored_by_layer)
     return LoadedWeights(values, note="\n".join(notes), small_files=tensors.folder)
 
 

@@ -229,7 +229,8 @@ def test_keys_keep_to_their_budgets_and_each_has_a_meaning():
     fields = run_config.full_schema(run_config.registry.DEFAULT_TARGET)
     of_experts = {"model.num_experts", *(f"model.{name}" for name in EXPERT_FIELDS)}
     assert of_experts <= fields.keys()
-    assert len(of_experts) <= 16
+    # 17 with shared_expert_gate: Qwen's shared experts have a gate, DeepSeek's have none.
+    assert len(of_experts) <= 17
     others = fields.keys() - of_experts
     for feature in FEATURES:
         group = {path for path in others if path.startswith(f"{feature}.")}
@@ -244,10 +245,12 @@ def test_keys_keep_to_their_budgets_and_each_has_a_meaning():
     # the end, and keeping the start would drop it. 155 with model.head: a reward model
     # has another output, which commands and exports must know. 158 with three keys of
     # checkpoint.memory_*: where steps in memory are, how often, and on how many hosts.
+    # 159 with model.rope_query_growth: Ministral 3 has it, and no other key can express
+    # it.
     too_many = (
-        f"{len(others)} keys without features: drop one, or raise 158 and say why"
+        f"{len(others)} keys without features: drop one, or raise 159 and say why"
     )
-    assert len(others) <= 158, too_many
+    assert len(others) <= 159, too_many
     assert not [path for path, field in fields.items() if not field.doc]
 
 

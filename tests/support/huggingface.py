@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from jaxdist import convert, interop
 from jaxdist.config import trees
+from jaxdist.interop import initial_weights
 from jaxdist.parallel import execution, sharding
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.train_step import TrainStep
@@ -28,7 +29,7 @@ FAMILIES = sorted(
     path.name for path in FOLDERS.iterdir() if (path / "config.json").is_file()
 )
 MESH = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
-EXPERTS = ("mixtral", "olmoe", "qwen3_moe")  # families
+EXPERTS = ("mixtral", "olmoe", "qwen3_moe", "qwen2_moe", "glm4_moe")  # families
 EXPERT_MESH = {"mesh.data": 1, "mesh.expert": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
 
 
@@ -61,7 +62,7 @@ def opened(folder, changes=None, devices=8):
     composition = validation.validate(run, devices)
     built = composition.build_step(devices)
     target = Target(run, built.views.abstract)
-    wanted = target.parameters
+    wanted = initial_weights.wanted_arrays(folder, target)
     tensors = interop.open_weights(
         folder, run.model_options, {p: x.shape for p, x in wanted.items()}
     )
@@ -79,9 +80,17 @@ def first_state(spec):
     )
 
 
+def with_biases(model_state, arrays):
+    """Moves what a folder holds of the model state there; returns it and the rest."""
+    model_state = trees.flatten_names(model_state)
+    arrays = dict(trees.flatten_names(arrays))
+    model_state |= {path: arrays.pop(path) for path in model_state.keys() & arrays}
+    return trees.unflatten_names(model_state), trees.unflatten_names(arrays)
+
+
 def logits(at, trainable, tokens, frozen=None):
     """Returns float32 logits [B, S, V] of a batch of tokens."""
-    model_state = first_state(at.spec)
+    model_state, trainable = with_biases(first_state(at.spec), trainable)
 
     def forward(trainable, frozen, tokens):
         positions = jnp.broadcast_to(
