@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.config import ConfigError, schema, suggest
+from jaxdist.interop import block_scales
 from jaxdist.interop.config_rules import Source, shortest_period, spread
 from jaxdist.interop.expert_rules import kinds_of, pattern_of
 from jaxdist.interop.families import CLASSIFIER, FAMILIES, LLAMA, Family
@@ -115,6 +116,9 @@ def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
     for rule in family.rules:
         values |= rule.read(source, values)
     faults = source.close(harmless=_is_harmless)
+    quantization = config.get("quantization_config")
+    if block_scales.is_fp8(quantization):
+        faults += block_scales.config_faults(quantization)
     if is_classifier(config):
         values["head"] = "score"
         faults += _label_faults(config)
@@ -160,6 +164,8 @@ def _label_faults(config: Mapping[str, Any]) -> list[str]:
 def _is_harmless(key: str, value: Any) -> bool:
     """Checks whether a field changes no logits."""
     if _HARMLESS.fullmatch(key):
+        return True
+    if key == "quantization_config" and block_scales.is_fp8(value):
         return True
     return not value and _OFF.fullmatch(key) is not None
 

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config import ConfigError
+from jaxdist.interop import block_scales
 from jaxdist.interop.families import SCORE, Family, Shapes, Stored, TensorPart
 from jaxdist.interop.hf_config import canonical_values, derive, read_config
-from jaxdist.interop.tensor_files import all_finite, open_tensors
+from jaxdist.interop.tensor_files import all_finite, slices_of
 from jaxdist.models.model_values import (
     differing_values,
     gets_new_head,
@@ -88,20 +89,24 @@ class Tensors:
         faults: list[str] = []
         for file, listed in self._files().items():
             try:
-                opened = open_tensors(self.folder / file)
+                slices = slices_of(self.folder / file)
             except Malformed as error:
                 faults.append(f"{self.folder / file}: {error}; copy it again")
                 continue
-            names = set(opened.keys())
+            names = slices.keys()
             faults += _listed(f"{file} lacks what {INDEX} promises", listed - names)
             if listed:
                 faults += _listed(
                     f"{file} holds what {INDEX} does not list", names - listed
                 )
-            for name in names:
-                self._handles[family.canonical(name)] = opened.get_slice(name)
+            for name, tensor in slices.items():
+                self._handles[family.canonical(name)] = tensor
         if faults:
             raise ConfigError(faults)
+        quantization = read_config(folder).get("quantization_config")
+        self._handles, faults = block_scales.joined(self._handles, quantization)
+        if faults:
+            raise ConfigError(f"{self.folder}: {fault}" for fault in faults)
         self.family = family.form_of(self._handles)
 
     def _files(self) -> dict[str, set[str]]:
