@@ -114,6 +114,10 @@ def _write(
     shapes, read = lora.unadapted(
         source.spec.abstract_model, weights.shapes, weights.read
     )
+    if family.has_choice_bias:
+        shapes, read = weights.with_choice_bias(
+            family, shapes, read, are_zero=options.drop_choice_bias
+        )
     scores = source.model_options["head"] == "score"
     if options.adapters:
         dtype = "float32"

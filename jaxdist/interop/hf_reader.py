@@ -82,6 +82,9 @@ class Tensors:
     def __init__(self, folder: Path | str, family: Family) -> None:
         self.folder = Path(folder)
         self.bytes_read = 0
+        # beginnings of the names of tensors that are not read: layers that predict
+        # further tokens
+        self.unread: list[str] = []
         # tensors that the folder need not have: their parameters are not read
         self.absent: frozenset[str] = frozenset()
         self._handles: dict[str, Any] = {}  # slices of a tensor, by the table's name
@@ -103,11 +106,32 @@ class Tensors:
                 self._handles[family.canonical(name)] = tensor
         if faults:
             raise ConfigError(faults)
-        quantization = read_config(folder).get("quantization_config")
+        config = read_config(folder)
+        for layer in family.unread_layers(config):
+            self._leave_out(f"model.layers.{layer}.")
+        quantization = config.get("quantization_config")
         self._handles, faults = block_scales.joined(self._handles, quantization)
         if faults:
             raise ConfigError(f"{self.folder}: {fault}" for fault in faults)
         self.family = family.form_of(self._handles)
+
+    def _leave_out(self, beginning: str) -> None:
+        """Drops the tensors whose names have a beginning."""
+        names = [name for name in self._handles if name.startswith(beginning)]
+        for name in names:
+            del self._handles[name]
+        if names:
+            self.unread.append(f"{beginning}*")
+
+    @property
+    def note(self) -> str:
+        """A line about tensors that are not read; "" if all are."""
+        if not self.unread:
+            return ""
+        return (
+            f"{self.folder}: {', '.join(self.unread)} is not read: layers that predict "
+            f"further tokens ({self.family.further_layers})"
+        )
 
     def _files(self) -> dict[str, set[str]]:
         """Lists the files, with the tensors that the index lists for each.
@@ -282,6 +306,13 @@ class Tensors:
         block = _empty([stop - start for start, stop in ranges], x.dtype)
         sizes = part.dim_sizes(x.shape)
         range_of = dict(zip(part.dims, ranges[part.stacked :], strict=True))
+        # where the shard's entries of the last dim are in the range that is read
+        picked: np.ndarray | None = None
+        if part.num_paired:
+            last = part.dims[-1]
+            places = part.places(sizes[last])[slice(*range_of[last])]
+            range_of[last] = (int(places.min()), int(places.max()) + 1)
+            picked = places - places.min()
         runs = [_runs(group, sizes, range_of) for group in part.stored_dims]
         runs[stored.axis] = [
             slice(run.start + offset, run.stop + offset) for run in runs[stored.axis]
@@ -293,7 +324,10 @@ class Tensors:
             merged = self._read_runs(self._handles[name], runs)
             if not all_finite(merged):
                 self._not_finite.add(name)
-            block[position] = merged.reshape(shard_sizes).transpose(order)
+            values = merged.reshape(shard_sizes).transpose(order)
+            if picked is not None:
+                values = values[..., picked]
+            block[position] = values
         return block
 
     def _read_runs(

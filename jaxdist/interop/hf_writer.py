@@ -23,7 +23,14 @@ from jaxdist.checkpoint.folders import CheckpointError, StepDeleted
 from jaxdist.config import ConfigError
 from jaxdist.data import tokenizer_config
 from jaxdist.interop import hf_config
-from jaxdist.interop.families import Family, Shapes, Stored, TensorPart
+from jaxdist.interop.families import (
+    CHOICE_BIAS,
+    ROUTER,
+    Family,
+    Shapes,
+    Stored,
+    TensorPart,
+)
 from jaxdist.interop.hf_reader import INDEX, SINGLE, stored_shapes, unmapped
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 
@@ -100,8 +107,11 @@ class CheckpointWeights:
           ConfigError: biases differ, and the family has no tensor for them.
           CheckpointError: the biases differ from what was saved.
         """
-        known = {part.path for stored in family.tensors for part in stored.parts}
-        for path in self._model_state.keys() - known:
+        shapes = {
+            path: self._arrays[name].shape for path, name in self._model_state.items()
+        }
+        known = family.with_state(self.shapes, shapes)
+        for path in self._model_state.keys() - known.keys():
             if not path.endswith("/choice_bias"):
                 continue
             bias = self.read(path)
@@ -112,6 +122,42 @@ class CheckpointWeights:
                     f"experts of this run, and {family.architecture} has no tensor for them: tokens would go "
                     "elsewhere. Train with model.balance=batch, or leave them out: --drop-choice-bias"
                 )
+
+    def with_choice_bias(
+        self,
+        family: Family,
+        shapes: Shapes,
+        read: Callable[[str], np.ndarray],
+        *,
+        are_zero: bool,
+    ) -> tuple[Shapes, Callable[[str], np.ndarray]]:
+        """Adds the biases that choose experts, which the family has tensors for.
+
+        They are 0 in a run that balances its experts in another way.
+
+        Args:
+          family: the architecture to write.
+          shapes: the shapes of the parameters, by path.
+          read: reads a parameter, given its path.
+          are_zero: whether to write 0 in place of the run's biases.
+
+        Returns:
+          The shapes and the reader of parameters and biases.
+        """
+        biases: dict[str, tuple[int, ...]] = {}
+        for path, (*stacked, _, num_experts) in shapes.items():
+            if path.endswith(ROUTER):
+                bias = path.removesuffix(ROUTER) + CHOICE_BIAS
+                biases[bias] = (*stacked, num_experts)
+
+        def read_either(path: str) -> np.ndarray:
+            if path not in biases:
+                return read(path)
+            if are_zero or path not in self._model_state:
+                return np.zeros(biases[path], np.float32)
+            return self.read(path)
+
+        return family.with_state(shapes, biases), read_either
 
     def read(self, path: str) -> np.ndarray:
         """Reads a parameter, or model state, to the host.
@@ -179,9 +225,12 @@ def export(
     if faults:
         raise ConfigError(faults)
     target.mkdir(parents=True, exist_ok=True)
-    tensors, num_bytes = _create_files(
-        target, stored_shapes(family, shapes), dtype, max_shard_bytes
-    )
+    tensor_shapes = stored_shapes(family, shapes)
+    dtypes = {
+        name: "float32" if re.search(family.in_float32, name) else dtype
+        for name in tensor_shapes
+    }
+    tensors, num_bytes = _create_files(target, tensor_shapes, dtypes, max_shard_bytes)
     for stored in family.present(shapes):
         for part in stored.parts:
             _write_part(stored, part, read(part.path), shapes, tensors)
@@ -204,20 +253,26 @@ def _write_part(
     place = (*before, slice(start, start + shape[stored.axis]))
     ranges = [(0, size) for size in shapes[part.path]]
     for position, name in stored.names(ranges).items():
-        tensors[name][place] = value[position].transpose(order).reshape(shape)
+        values = part.in_file_order(value[position])
+        tensors[name][place] = values.transpose(order).reshape(shape)
 
 
 def _create_files(
-    target: Path, shapes: Shapes, dtype: str, max_shard_bytes: int
+    target: Path, shapes: Shapes, dtypes: Mapping[str, str], max_shard_bytes: int
 ) -> tuple[dict[str, np.ndarray], int]:
     """Creates safetensors files of zeros, and their index if there are several.
+
+    Args:
+      target: the folder to write to.
+      shapes: shape of each tensor, by name.
+      dtypes: "float32" or "bfloat16" for each tensor.
+      max_shard_bytes: largest file.
 
     Returns:
       A memory-mapped array for each tensor, and the number of bytes of all tensors.
     """
-    itemsize = _DTYPES[dtype][1].itemsize
     sizes = {
-        name: math.prod(shapes[name]) * itemsize
+        name: math.prod(shapes[name]) * _DTYPES[dtypes[name]][1].itemsize
         for name in sorted(shapes, key=_by_number)
     }
     shards: list[dict[str, int]] = [{}]
@@ -231,7 +286,7 @@ def _create_files(
         file = SINGLE
         if len(shards) > 1:
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors |= _create_file(target / file, shard, shapes, dtype)
+        tensors |= _create_file(target / file, shard, shapes, dtypes)
         file_of |= dict.fromkeys(shard, file)
     total = sum(sizes.values())
     if len(shards) > 1:
@@ -241,7 +296,10 @@ def _create_files(
 
 
 def _create_file(
-    file: Path, sizes: Mapping[str, int], shapes: Shapes, dtype: str
+    file: Path,
+    sizes: Mapping[str, int],
+    shapes: Shapes,
+    dtypes: Mapping[str, str],
 ) -> dict[str, np.ndarray]:
     """Creates one safetensors file of zeros.
 
@@ -249,17 +307,16 @@ def _create_file(
       file: the file to create.
       sizes: bytes of each tensor, by name.
       shapes: shape of each tensor, by name.
-      dtype: "float32" or "bfloat16".
+      dtypes: "float32" or "bfloat16" for each tensor.
 
     Returns:
       A memory-mapped array for each tensor.
     """
-    dtype_code, numpy_dtype = _DTYPES[dtype]
     ends = dict(zip(sizes, itertools.accumulate(sizes.values()), strict=True))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, end in ends.items():
         header[name] = {
-            "dtype": dtype_code,
+            "dtype": _DTYPES[dtypes[name]][0],
             "shape": shapes[name],
             "data_offsets": [end - sizes[name], end],
         }
@@ -272,7 +329,7 @@ def _create_file(
     tensors = {}
     for name, end in ends.items():
         part = data[data_start + end - sizes[name] : data_start + end]
-        tensors[name] = part.view(numpy_dtype).reshape(shapes[name])
+        tensors[name] = part.view(_DTYPES[dtypes[name]][1]).reshape(shapes[name])
     return tensors
 
 

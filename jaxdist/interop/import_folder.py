@@ -1,18 +1,18 @@
 """Reads a Hugging Face folder for a new workdir: config, tokenizer and weights."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxdist.config import trees
+from jaxdist.config import schema, trees
 from jaxdist.data import tokenizer_config
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import hf_config, hf_reader
-from jaxdist.interop.families import FAMILIES, Family
+from jaxdist.interop.families import Family, family_of
 from jaxdist.interop.hf_writer import KEPT
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.state import NO_OPT_STATE, State
@@ -38,6 +38,7 @@ class Folder:
     fields: dict[str, Any]  # fields of config.json
     family: Family
     values: dict[str, Any]  # values of model.*
+    notes: list[str] = field(default_factory=list)  # of tensors that were not read
 
     def copy_tokenizer(self, workdir: Path) -> bool:
         """Copies the folder's small files into a workdir.
@@ -64,9 +65,10 @@ class Folder:
         longest = values["max_positions"] or self.fields.get(
             "max_position_embeddings", MAX_SEQUENCE_LENGTH
         )
-        config = {f"model.{name}": value for name, value in values.items()}
+        options = schema.flatten(values)
+        config = {f"model.{name}": value for name, value in options.items()}
         if values["num_experts"]:
-            config["model.balance"] = "batch"
+            config["model.balance"] = "bias" if self.family.has_choice_bias else "batch"
         config["precision.params"] = self.dtype
         config["precision.compute"] = self.dtype
         config["batch.sequence_length"] = min(longest, MAX_SEQUENCE_LENGTH)
@@ -95,17 +97,29 @@ class Folder:
             path: jax.ShapeDtypeStruct(x.shape, self.dtype, sharding=sharding)
             for path, x in trees.flatten_names(spec.trainable).items()
         }
-        shapes = {path: x.shape for path, x in parameters.items()}
-        tensors = hf_reader.open_weights(self.path, self.values, shapes)
         model_state = {}
         if spec.model_state:
-            model_state = jax.jit(lambda: spec.init_params(jax.random.key(0))[1])()
-        trainable = trees.unflatten_names(tensors.load(parameters))
+            first = jax.jit(lambda: spec.init_params(jax.random.key(0))[1])()
+            model_state = trees.flatten_names(first)
+        shapes = self.family.with_state(
+            {path: x.shape for path, x in parameters.items()},
+            {path: x.shape for path, x in model_state.items()},
+        )
+        tensors = hf_reader.open_weights(self.path, self.values, shapes)
+        self.notes.append(tensors.note)
+        stored_state = {
+            path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            for path, x in model_state.items()
+            if path in shapes
+        }
+        loaded = tensors.load(parameters | stored_state)
+        trainable = {path: loaded[path] for path in parameters}
+        model_state |= {path: loaded[path] for path in stored_state}
         return State(
             step=jnp.int32(0),
-            trainable=trainable,
+            trainable=trees.unflatten_names(trainable),
             frozen={},
-            model_state=model_state,
+            model_state=trees.unflatten_names(model_state),
             opt_state=NO_OPT_STATE,
             ema=None,
         )
@@ -115,11 +129,11 @@ class Folder:
         architecture = self.family.architecture_for(self.values["head"])
         text = f"{spec.parameter_count:,} parameters, read as {architecture}"
         kind = self.fields.get("model_type")
-        if kind not in FAMILIES:
+        if family_of(kind) is None:
             text += f" ({kind!r} is not known: compare its logits)"
         if not has_tokenizer and not self._may_read_bytes:
             text += f"; it has no {TOKENIZER_FILE}: put one there for text"
-        return text
+        return "\n".join([text, *filter(None, self.notes)])
 
 
 def open_folder(path: Path, dtype: str) -> Folder:

@@ -13,13 +13,13 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, trees
 from jaxdist.data import load_tokenizer
 from jaxdist.data.sources.source import TokenSource
 from jaxdist.data.sources.table import SOURCES
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import peft
-from jaxdist.interop.families import FAMILIES
+from jaxdist.interop.families import family_of
 from jaxdist.interop.hf_config import derive, read_config
 from jaxdist.interop.hf_reader import Tensors, open_weights
 from jaxdist.models import registry
@@ -42,9 +42,11 @@ class HuggingFaceFolder:
     def config_of(self, config: ConfigDict, set_keys: Collection[str]) -> ImpliedConfig:
         """Reads config.json and finds a tokenizer; see `WeightSource.config_of`."""
         folder = Path(config.init.from_huggingface).expanduser()
-        _, values = derive(read_config(folder))
+        family, values = derive(read_config(folder))
         model = {"target": registry.DEFAULT_TARGET} | values
-        if values["num_experts"] and "model.balance" not in set_keys:
+        if family.has_choice_bias:
+            model["balance"] = "bias"
+        elif values["num_experts"] and "model.balance" not in set_keys:
             balance = config.model.get("balance", "bias")
             if balance == "bias":  # an export has no tensor for these biases
                 balance = "batch"
@@ -55,9 +57,25 @@ class HuggingFaceFolder:
     def open(self, target: Target) -> OpenedWeights:
         """Opens the tensors and checks their shapes; see `WeightSource.open`."""
         folder = Path(target.config.init.from_huggingface).expanduser()
-        shapes = {path: x.shape for path, x in target.parameters.items()}
+        wanted = wanted_arrays(folder, target)
+        shapes = {path: x.shape for path, x in wanted.items()}
         tensors = open_weights(folder, target.config.model_options, shapes)
-        return OpenedWeights(tensors.sizes(), partial(_load, target, tensors))
+        return OpenedWeights(tensors.sizes(), partial(_load, target, tensors, wanted))
+
+
+def wanted_arrays(folder: Path, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
+    """Describes the arrays that a folder's tensors fill, by path.
+
+    They are the parameters, and the model state that the folder has tensors for.
+    """
+    family, _ = derive(read_config(folder))
+    state = trees.flatten_names(target.abstract.model_state)
+    wanted = target.parameters | state
+    known = family.with_state(
+        {path: x.shape for path, x in target.parameters.items()},
+        {path: x.shape for path, x in state.items()},
+    )
+    return {path: wanted[path] for path in known}
 
 
 def _tokenizer_of(
@@ -83,18 +101,22 @@ def _tokenizer_of(
     return tokenizer
 
 
-def _load(target: Target, tensors: Tensors) -> LoadedWeights:
+def _load(
+    target: Target, tensors: Tensors, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> LoadedWeights:
     """Reads the parameters one at a time, quantised kernels one layer at a time."""
     fields = read_config(tensors.folder)
     kind = fields.get("model_type")
     notes = []
-    if kind not in FAMILIES:
+    if tensors.note:
+        notes.append(tensors.note)
+    if family_of(kind) is None:
         notes.append(
             f"{tensors.folder}: {kind!r} is not known, and read as a llama: compare its logits"
         )
     length = target.config.batch.sequence_length
     notes += _length_warnings(length, target.config.model_options, fields)
-    values = tensors.load(target.parameters, target.store, target.stored_by_layer)
+    values = tensors.load(wanted, target.store, target.stored_by_layer)
     return LoadedWeights(values, note="\n".join(notes), small_files=tensors.folder)
 
 

@@ -28,15 +28,21 @@ _LISTS = {"rope_short_factor": "short_factor", "rope_long_factor": "long_factor"
 _ORIGINAL_POSITIONS = "original_max_position_embeddings"
 
 
-def rotary(*, partial: bool = False, theta: float = 10_000.0) -> Rule:
+def rotary(
+    *,
+    partial: bool = False,
+    theta: float = 10_000.0,
+    scalings: Sequence[str] = tuple(_SCALINGS),
+) -> Rule:
     """Makes the rule for one rotary base in all layers.
 
     Args:
       partial: whether only a fraction of a head may rotate; then longrope is the only
         supported scaling (Phi-3).
       theta: the base if no field has it.
+      scalings: the supported kinds of scaling.
     """
-    kinds = ("default", "longrope") if partial else tuple(_SCALINGS)
+    kinds = ("default", "longrope") if partial else scalings
 
     def read(source: Source, _: Values) -> dict[str, Any]:
         parameters = source.take("rope_parameters", None)
