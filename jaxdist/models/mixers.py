@@ -7,12 +7,15 @@ Layers of several classes repeat as a `LayerGroup`.
 from typing import Literal
 
 from jaxdist.models.attention import Attention
+from jaxdist.models.latent_attention import LatentAttention
 from jaxdist.models.parts import Mixer
 
-# global: attention to all earlier tokens; local: to the last `window` of them
-MixerKind = Literal["global", "local"]
+# global: attention to all earlier tokens; local: to the last `window` of them;
+# latent: to all earlier tokens, by keys and values that follow from a small latent
+MixerKind = Literal["global", "local", "latent"]
 
 MIXERS: dict[str, type[Mixer]] = {
     "global": Attention,
     "local": Attention,
+    "latent": LatentAttention,
 }

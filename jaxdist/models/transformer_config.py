@@ -19,9 +19,9 @@ from jaxdist.config.annotations import (
     Resume,
     TrainingOnly,
 )
-from jaxdist.models.attention import AttentionConfig
 from jaxdist.models.channels import CHANNELS, ChannelKind
 from jaxdist.models.experts import ExpertsConfig
+from jaxdist.models.latent_attention import LatentConfig
 from jaxdist.models.mixers import MIXERS, MixerKind
 from jaxdist.models.parts import Part
 from jaxdist.ops.costs import Cost, Product, model_flops
@@ -37,7 +37,7 @@ def all_parts() -> list[type[Part]]:
 
 
 @dataclass(frozen=True)
-class TransformerConfig(ExpertsConfig, AttentionConfig):
+class TransformerConfig(ExpertsConfig, LatentConfig):
     """Sizes and variants of the transformer; the defaults are Llama's."""
 
     vocab_size: PositiveInt = 256  # tokens

@@ -1,10 +1,12 @@
 """Attention over whole sequences; `cached_attention` attends to a cache.
 
 Letters: `B` batch, `S` sequence, `H` query heads, `K` kv heads, `G` = H / K, `N` head
-size. `attention_backends` chooses the implementation.
+size, `V` head size of the values. Arrays named `N` have V elements a head where they are
+values or results. `attention_backends` chooses the implementation.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +28,7 @@ OUT = "attention_out"  # name of the result in remat policies
 def attention(
     q_BSHN: jax.Array,
     k_BSKN: jax.Array,
-    v_BSKN: jax.Array,
+    v_BSKV: jax.Array,
     *,
     causal: bool = True,
     segment_ids_BS: jax.Array | None = None,
@@ -47,7 +49,7 @@ def attention(
     Args:
       q_BSHN: queries.
       k_BSKN: keys.
-      v_BSKN: values.
+      v_BSKV: values; V may differ from N.
       causal: whether a token sees only itself and earlier tokens.
       segment_ids_BS: documents of packed sequences; a token sees equal ids only. None:
         each sequence is one document.
@@ -59,7 +61,7 @@ def attention(
         (for tests and measurements).
 
     Returns:
-      [B, S, H, N] in the dtype of q.
+      [B, S, H, V] in the dtype of q.
 
     Raises:
       AssertionError: an array has the wrong rank.
@@ -67,27 +69,105 @@ def attention(
       ValueError: shapes do not fit, heads do not group, the implementation is unknown,
         or a window is not causal.
     """
-    chex.assert_rank([q_BSHN, k_BSKN, v_BSKN], 4)
-    _check_shapes(q_BSHN, k_BSKN, v_BSKN)
-    _check_options(causal, window, implementation)
+    keys = (k_BSKN, v_BSKV)
+    return _attention(
+        q_BSHN,
+        keys,
+        lambda *keys: keys,
+        segment_ids_BS=segment_ids_BS,
+        options=Options(
+            scale=scale or q_BSHN.shape[3] ** -0.5,
+            causal=causal,
+            softcap=softcap,
+            window=window,
+        ),
+        implementation=implementation,
+    )
+
+
+# Function of compressed arrays: keys [B, S, K, N] and values [B, S, K, V].
+Expand = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def compressed_attention(
+    q_BSHN: jax.Array,
+    compressed: Sequence[jax.Array],
+    expand: Expand,
+    *,
+    segment_ids_BS: jax.Array | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    implementation: str = "auto",
+) -> jax.Array:
+    """Computes causal attention to keys and values that follow from smaller arrays.
+
+    It equals `attention(q, *expand(*compressed))`. If each device gathers the keys and
+    values of all devices of `context`, it gathers the smaller arrays instead, and
+    expands them itself.
+
+    Args:
+      q_BSHN: queries.
+      compressed: arrays [B, S, ...].
+      expand: computes keys and values [B, S, K, N], [B, S, K, V] from such arrays, each
+        token from its own row. It may get more tokens than `compressed` has.
+      segment_ids_BS: see `attention`.
+      scale: see `attention`.
+      softcap: see `attention`.
+      implementation: see `attention`.
+
+    Returns:
+      [B, S, H, V] in the dtype of q.
+    """
+    return _attention(
+        q_BSHN,
+        compressed,
+        expand,
+        segment_ids_BS=segment_ids_BS,
+        options=Options(
+            scale=scale or q_BSHN.shape[3] ** -0.5,
+            causal=True,
+            softcap=softcap,
+            window=None,
+        ),
+        implementation=implementation,
+        gathers_compressed=True,
+    )
+
+
+def _attention(
+    q_BSHN: jax.Array,
+    compressed: Sequence[jax.Array],
+    expand: Expand,
+    *,
+    segment_ids_BS: jax.Array | None,
+    options: Options,
+    implementation: str,
+    gathers_compressed: bool = False,
+) -> jax.Array:
+    """Computes attention; see `compressed_attention`."""
+    chex.assert_rank(q_BSHN, 4)
+    window = options.window
+    _check_options(options.causal, window, implementation)
     if window and window >= q_BSHN.shape[1]:
         window = None  # kernels without a window do less work
-    options = Options(
-        scale=scale or q_BSHN.shape[3] ** -0.5,
-        causal=causal,
-        softcap=softcap,
-        window=window,
-    )
-    request = Request(
-        q=q_BSHN, k=k_BSKN, v=v_BSKN, segment_ids=segment_ids_BS, options=options
-    )
+    options = options._replace(window=window)
     form = context_attention.choose_form(q_BSHN.shape, window=window is not None)
+    copies = 1
+    if gathers_compressed and form.name == "gather":
+        form = replace(form, has_all_keys=True)
+        compressed = [context_attention.gather_sequence(x) for x in compressed]
+        copies = form.context
+    k_BSKN, v_BSKV = expand(*compressed)
+    _check_shapes(q_BSHN, k_BSKN, v_BSKV, copies)
+    request = Request(
+        q=q_BSHN, k=k_BSKN, v=v_BSKV, segment_ids=segment_ids_BS, options=options
+    )
     backend = BACKENDS.get(implementation)
     if backend is None:
         backend = choose(request, parts=form.parts, pieces=form.name == "ring")
     k_BSKN = _repeat_heads(k_BSKN, q_BSHN, form.head_shards)
-    v_BSKN = _repeat_heads(v_BSKN, q_BSHN, form.head_shards)
-    request = request.with_heads(q_BSHN, k_BSKN, v_BSKN)
+    v_BSKV = _repeat_heads(v_BSKV, q_BSHN, form.head_shards)
+    request = request.with_heads(q_BSHN, k_BSKN, v_BSKV)
     run: Callable[[Request], jax.Array] = partial(form.run, backend)
     if backend.is_kernel or form.splits_sequence:
         run = _per_device(run, form, request)
@@ -95,13 +175,18 @@ def attention(
     return out
 
 
-def _check_shapes(q_BSHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> None:
+def _check_shapes(
+    q_BSHN: jax.Array, k_BSKN: jax.Array, v_BSKV: jax.Array, copies: int
+) -> None:
+    """Checks the shapes of queries, and of keys and values of `copies` x S tokens."""
+    chex.assert_rank([k_BSKN, v_BSKV], 4)
     B, S, H, N = q_BSHN.shape
     K = k_BSKN.shape[2]
-    if not k_BSKN.shape == v_BSKN.shape == (B, S, K, N):
+    T = copies * S
+    if k_BSKN.shape != (B, T, K, N) or v_BSKV.shape[:3] != (B, T, K):
         raise ValueError(
-            f"attention: q {q_BSHN.shape}, k {k_BSKN.shape}, v {v_BSKN.shape}; required: [B, S, H, N], "
-            f"[B, S, K, N], [B, S, K, N] with equal B, S and N"
+            f"attention: q {q_BSHN.shape}, k {k_BSKN.shape}, v {v_BSKV.shape}; required: [B, S, H, N], "
+            f"[B, S, K, N], [B, S, K, V] with equal B, S, K and N, and S = {T} for k and v"
         )
     if H % K:
         raise ValueError(

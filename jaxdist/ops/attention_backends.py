@@ -53,13 +53,14 @@ class Backend:
         now = execution.current()
         options = request.options
         dtype = str(request.q.dtype)
-        _, length, _, head_size = request.q.shape
+        length = request.q.shape[1]
+        head_sizes = (request.q.shape[3], request.v.shape[3])
         queries = length // parts
         if now.platform not in self.platforms:
             return f"it is for {' and '.join(self.platforms)}, not {now.platform}"
         if not self.before_ampere and lacks_bfloat16(now.device):
             return "the GPU is older than Ampere"
-        reason = self.size_refusal(dtype, length, head_size)
+        reason = self.size_refusal(dtype, length, head_sizes)
         if reason:
             return reason
         if options.softcap is not None and not self.softcap:
@@ -72,38 +73,43 @@ class Backend:
             return f"{queries} queries a device are no multiple of {self.part_multiple}"
         return None
 
-    def size_refusal(self, dtype: str, length: int, head_size: int) -> str | None:
+    def size_refusal(
+        self, dtype: str, length: int, head_sizes: tuple[int, int]
+    ) -> str | None:
         """Explains why the backend does not support a dtype or a size; None: it does.
 
         Args:
           dtype: dtype of queries, keys and values.
           length: tokens of a sequence.
-          head_size: elements of a head.
+          head_sizes: elements of a head of queries and keys, and of one of values.
         """
         if self.dtypes and dtype not in self.dtypes:
             return f"{dtype} is not {' or '.join(self.dtypes)}"
-        if head_size % self.head_size_multiple or head_size > self.max_head_size:
-            sizes = f"{self.head_size_multiple} up to {self.max_head_size}"
-            return f"head size {head_size} is not a multiple of {sizes}"
+        for size in head_sizes:
+            if size % self.head_size_multiple or size > self.max_head_size:
+                sizes = f"{self.head_size_multiple} up to {self.max_head_size}"
+                return f"head size {size} is not a multiple of {sizes}"
         if length % self.length_multiple:
             multiple = self.length_multiple
             return f"sequence length {length} is not a multiple of {multiple}"
         return None
 
 
-def has_kernel(platform: str, dtype: str, length: int, head_size: int) -> bool:
+def has_kernel(
+    platform: str, dtype: str, length: int, head_sizes: tuple[int, int]
+) -> bool:
     """Checks whether a kernel computes attention of whole sequences on a platform.
 
     Args:
       platform: tpu, gpu or cpu.
       dtype: dtype of queries, keys and values.
       length: tokens of a sequence.
-      head_size: elements of a head.
+      head_sizes: elements of a head of queries and keys, and of one of values.
     """
     return any(
         backend.is_kernel
         and platform in backend.platforms
-        and backend.size_refusal(dtype, length, head_size) is None
+        and backend.size_refusal(dtype, length, head_sizes) is None
         for backend in BACKENDS.values()
     )
 

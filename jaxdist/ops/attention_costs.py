@@ -52,7 +52,8 @@ class AttentionCost(Cost):
     length: int  # S: tokens of a sequence
     heads: int  # H: query heads
     kv_heads: int  # K
-    head_size: int  # N
+    head_size: int  # N of queries and keys
+    value_size: int  # V: elements of a head of values
     window: int = 0  # tokens that a token sees, itself included; 0 = all
 
     section = "context"
@@ -66,7 +67,7 @@ class AttentionCost(Cost):
     def fused_flops(self, convention: Convention) -> float:
         """Counts the FLOPs of scores and weighted values.
 
-        They are 12 H N span per token and layer. The span is the mean number of keys:
+        They are 6 H (N + V) span per token and layer. The span is the mean number of keys:
         S by the convention "full". By "causal" it is S / 2, or W - W^2 / 2S with a
         window of W tokens.
 
@@ -78,12 +79,13 @@ class AttentionCost(Cost):
         if convention == "causal":
             seen = self.length if self.sees_all else self.window
             span = seen - seen * seen / (2 * self.length)
-        return 12.0 * self.heads * self.head_size * span * self.layers
+        sizes = self.head_size + self.value_size
+        return 6.0 * self.heads * sizes * span * self.layers
 
     @property
     def fused_width(self) -> int:
-        """Elements of a head."""
-        return self.head_size
+        """Elements of a head, the mean of keys and values."""
+        return (self.head_size + self.value_size) // 2
 
     def form(self, rules: Rules) -> Form:
         """Chooses the form for a layout."""
@@ -102,20 +104,21 @@ class AttentionCost(Cost):
         """Computes the bytes that a form sends and holds, if it splits the sequence."""
         c = form.context
         part = self.length // c
-        element = part * self.head_size * itemsize
+        # bytes of a key and a value, which are those of a query and a result, too
+        both = part * (self.head_size + self.value_size) * itemsize
         shards = shards_of(self.heads, form.head_shards)
         # A device's own part of keys and values. The kv heads may be repeated, to split
         # like the query heads.
-        kv = 2 * self._kv_heads(shards) / shards * element
-        queries = self.heads / shards * element
+        kv = self._kv_heads(shards) / shards * both
+        queries = self.heads / shards * both  # and results
         if form.name == "heads":
-            sent = (2 * queries + kv) * (c - 1)
-            kv_before = 2 * self._kv_heads(shards // c) * c / shards * element
+            sent = (queries + kv) * (c - 1)
+            kv_before = self._kv_heads(shards // c) * c / shards * both
             return Traffic(
                 kind="all-to-all",
                 forward=sent,
                 backward=sent,
-                holds=(2 * queries + kv) * c,
+                holds=(queries + kv) * c,
                 keys=kv * c - kv_before,
             )
         if form.name == "ring":
@@ -128,19 +131,29 @@ class AttentionCost(Cost):
             # pass.
             return Traffic(
                 kind="collective-permute",
-                forward=2 * queries + kv * c,
-                backward=(2 * queries + inner + kv) + kv * (c - 1) + wide * kv * c,
+                forward=queries + kv * c,
+                backward=(queries + inner + kv) + kv * (c - 1) + wide * kv * c,
                 holds=2 * kv,
                 keys=kv,
             )
         hops = form.hops(part, None if self.sees_all else self.window)
         return Traffic(
             kind="all-gather" if hops == c - 1 else "collective-permute",
-            forward=kv * hops,
-            backward=kv * hops,
+            forward=self._gathered(kv, part, itemsize) * hops,
+            backward=self._gathered(kv, part, itemsize) * hops,
             holds=kv * (hops + 1),
             keys=kv * hops,
         )
+
+    def _gathered(self, kv: float, part: int, itemsize: int) -> float:
+        """Counts the bytes that a device sends to another one that gathers.
+
+        Args:
+          kv: bytes of the device's part of keys and values.
+          part: tokens of this part.
+          itemsize: bytes of an activation.
+        """
+        return kv
 
     def _kv_heads(self, shards: int) -> int:
         return copied_heads(self.kv_heads, self.heads, shards)
@@ -160,10 +173,14 @@ class AttentionCost(Cost):
         )
         return Share(
             crossings=(crossing,),
-            busiest=form.busiest if self.sees_all else 1.0,
+            busiest=self._busiest(form),
             by_parts=form.parts > 1,
             held=int(traffic.keys),
         )
+
+    def _busiest(self, form: Form) -> float:
+        """Computes the work of the busiest device in kernels, relative to the mean."""
+        return form.busiest if self.sees_all else 1.0
 
     def explain(self, rules: Rules, itemsize: int) -> list[str]:
         """Explains to users which form is chosen, next to an alternative.
@@ -206,7 +223,8 @@ class AttentionCost(Cost):
         exist at once. So do the gradients of the largest block.
         """
         form = self.form(rules)
-        kernel = has_kernel(platform, dtype, self.length, self.head_size)
+        sizes = (self.head_size, self.value_size)
+        kernel = has_kernel(platform, dtype, self.length, sizes)
         if kernel and form.parts == 1:
             return 0
         blocks = score_blocks(self.length, self.window)
@@ -283,7 +301,84 @@ def attention_cost(
         heads=heads,
         kv_heads=kv_heads,
         head_size=head_size,
+        value_size=head_size,
         window=window,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionCost(AttentionCost):
+    """Cost of attention whose keys and values follow from a latent and one key."""
+
+    latent_size: int  # elements of the latent
+    rope_size: int  # elements of the key that all heads share
+
+    def _gathered(self, kv: float, part: int, itemsize: int) -> float:
+        return float(part * (self.latent_size + self.rope_size) * itemsize)
+
+    def _busiest(self, form: Form) -> float:
+        """Adds the keys and values that a device expands for other devices' tokens.
+
+        They are counted like the work of kernels, although matmuls take less time.
+        """
+        busiest = super()._busiest(form)
+        if form.name != "gather":
+            return busiest
+        expanded = self.head_size - self.rope_size + self.value_size
+        again = 6.0 * self.latent_size * self.heads * expanded * (form.context - 1)
+        return busiest + again * self.layers / self.fused_flops("causal")
+
+
+def latent_attention_cost(
+    *,
+    width: int,
+    heads: int,
+    query_rank: int,
+    kv_rank: int,
+    nope_size: int,
+    rope_size: int,
+    value_size: int,
+    length: int,
+    layers: int = 1,
+) -> LatentAttentionCost:
+    """Computes the cost of latent attention with its projections.
+
+    Args:
+      width: width of the model.
+      heads: number of heads.
+      query_rank: size of the latent of queries; 0: none.
+      kv_rank: size of the latent of keys and values.
+      nope_size: elements of a head of queries and keys that are not rotated.
+      rope_size: elements of a head of queries that are rotated, and of the shared key.
+      value_size: elements of a head of values.
+      length: tokens of a sequence.
+      layers: number of layers.
+    """
+    head_size = nope_size + rope_size
+    queries = heads * head_size
+    products = [Product(width, queries, "query")]
+    if query_rank:
+        products = [
+            Product(width, query_rank, "query_down"),
+            Product(query_rank, queries, "query"),
+        ]
+    products += [
+        Product(width, kv_rank + rope_size, "latent"),
+        Product(kv_rank, heads * nope_size, "key"),
+        Product(kv_rank, heads * value_size, "value"),
+        Product(heads * value_size, width, PROJECTED),
+    ]
+    return LatentAttentionCost(
+        name="attention",
+        layers=layers,
+        products=tuple(products),
+        length=length,
+        heads=heads,
+        kv_heads=heads,
+        head_size=head_size,
+        value_size=value_size,
+        latent_size=kv_rank,
+        rope_size=rope_size,
     )
 
 

@@ -184,11 +184,12 @@ def _gradients(
     q, k, v = _head_major(request)
     B, K, G, S, N = q.shape
     inner = _by_kv_head(inner_BSH, K)
-    grad = grad_BSHN.astype(v.dtype).reshape(B, S, K, G, N).transpose(0, 2, 3, 1, 4)
+    V = v.shape[3]
+    grad = grad_BSHN.astype(v.dtype).reshape(B, S, K, G, V).transpose(0, 2, 3, 1, 4)
     keys = k.shape[2]
     dqs = []
     dk = jnp.zeros((B, K, N, keys))
-    dv = jnp.zeros((B, K, N, keys))
+    dv = jnp.zeros((B, K, V, keys))
     for rows, columns in _blocks(S, keys, options):
         s = _logits(request, q, k, rows, columns)
         p = jnp.exp(s - logsumexp[:, :, :, rows])

@@ -27,7 +27,7 @@ class Request:
 
     q: jax.Array  # [B, S, H, N]
     k: jax.Array  # [B, T, K, N]
-    v: jax.Array  # [B, T, K, N]
+    v: jax.Array  # [B, T, K, V]; V is N in most models
     # [B, T] documents of the keys; a token sees equal ids only. None: one document
     segment_ids: jax.Array | None
     options: Options = field(metadata={"static": True})
@@ -67,7 +67,7 @@ class Request:
         Args:
           part: number of the part of these positions that the queries have.
           k: keys [B, T, K, N].
-          v: values [B, T, K, N].
+          v: values [B, T, K, V].
           segment_ids: documents of the keys [B, T]; None: one document.
         """
         query_ids = None
@@ -100,7 +100,7 @@ def inner_products(out_BSHN: jax.Array, grad_BSHN: jax.Array) -> jax.Array:
 class Result(NamedTuple):
     """Attention of some queries to all keys, as the backward pass needs it."""
 
-    grad: jax.Array  # [B, S, H, N] gradient of the result
+    grad: jax.Array  # [B, S, H, V] gradient of the result
     inner: jax.Array  # [B, S, H] result of `inner_products`
     lse: jax.Array  # [B, S, H] logsumexp of the logits
 
@@ -108,7 +108,7 @@ class Result(NamedTuple):
 class Pieces(NamedTuple):
     """Functions for some queries and some keys: parts of a softmax, without a window."""
 
-    # request -> (out [B, S, H, N], logsumexp [B, S, H]), float32
+    # request -> (out [B, S, H, V], logsumexp [B, S, H]), float32
     forward: Callable[[Request], tuple[jax.Array, jax.Array]]
     # (request, result of the whole softmax) -> gradients of q, k and v, float32
     backward: Callable[[Request, Result], tuple[jax.Array, jax.Array, jax.Array]]

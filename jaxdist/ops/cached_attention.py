@@ -187,7 +187,7 @@ def cached_attention(
     Args:
       q_BTHN: queries of the new tokens.
       k_BSKN: keys of the cache.
-      v_BSKN: values of the cache.
+      v_BSKN: values of the cache; their head size may differ from that of the keys.
       q_positions_BT: int32 positions of the new tokens.
       places_S: position of each slot, if devices split the slots; None: slot i has
         position i.
@@ -196,7 +196,7 @@ def cached_attention(
       window: a token sees itself and the window - 1 tokens before it; None: all.
 
     Returns:
-      [B, T, H, N] in the dtype of q.
+      [B, T, H, N] in the dtype of q, with the head size of the values.
     """
     options = Options(
         scale=scale or q_BTHN.shape[-1] ** -0.5,
@@ -221,7 +221,7 @@ def cached_attention(
             P(*q_spec[:3], None, None),
         )
         out = attend(q, k_BSKN, v_BSKN, q_positions_BT, places_S)
-    return out.reshape(q_BTHN.shape).astype(q_BTHN.dtype)
+    return out.reshape(*q_BTHN.shape[:3], -1).astype(q_BTHN.dtype)
 
 
 def _logits(

@@ -16,7 +16,7 @@ Letters: c size of the axis; see `attention` for the others.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -39,6 +39,8 @@ class Form:
     name: str
     context: int  # devices that split the sequence
     head_shards: int  # devices that split the heads
+    # gather: whether the request of a device has all keys and values already
+    has_all_keys: bool = False
 
     @property
     def splits_sequence(self) -> bool:
@@ -94,13 +96,15 @@ class Form:
             ring = Ring(backend.pieces, request.options.causal, self.context)
             return ring_attention(request, ring)
         _, k, v = request.heads
+        part = jax.lax.axis_index(AXIS)
+        if self.has_all_keys:
+            return backend.run(request.of_part(part, k, v, request.segment_ids))
         hops = self.hops(k.shape[1], request.options.window)
         if hops < self.context - 1:
             with jax.named_scope(KEYS):
                 k, v = (_with_previous(x, hops, self.context) for x in (k, v))
             ids = _previous_ids(request, hops, self.context)
             return backend.run(request.of_part(jnp.int32(hops), k, v, ids))
-        part = jax.lax.axis_index(AXIS)
         with jax.named_scope(KEYS):
             k = _gather_keys(k)
             v = _gather_keys(v)
@@ -138,6 +142,58 @@ def _gather_keys(k_BSKN: jax.Array) -> jax.Array:
     wide = execution.summable(k_BSKN)
     gathered: jax.Array = jax.lax.all_gather(wide, AXIS, axis=1, tiled=True)
     return gathered.astype(k_BSKN.dtype)
+
+
+@jax.custom_vjp
+def gather_sequence(x_BS: jax.Array) -> jax.Array:
+    """Gives each device of `context` the whole sequence.
+
+    Each device's part of the result is a copy of x, so the result has c S tokens. Layers
+    apply to it as to any activation, and each device then computes all tokens.
+
+    It has a gradient of its own: that of `shard_map` would also sum over the axes that do
+    not split x.
+
+    Args:
+      x_BS: [B, S, ...], which the devices split.
+
+    Returns:
+      [B, c S, ...], which the devices split.
+    """
+
+    def gather(part: jax.Array) -> jax.Array:
+        with jax.named_scope(KEYS):
+            return _gather_keys(part)
+
+    return _on_parts(gather, x_BS)
+
+
+def _gather_forward(x_BS: jax.Array) -> tuple[jax.Array, None]:
+    return gather_sequence(x_BS), None
+
+
+def _gather_backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+    """Sums the gradients of the devices' copies."""
+
+    def scatter(copy: jax.Array) -> jax.Array:
+        with jax.named_scope(KEYS):
+            total: jax.Array = jax.lax.psum_scatter(
+                execution.summable(copy), AXIS, scatter_dimension=1, tiled=True
+            )
+            return total.astype(copy.dtype)
+
+    return (_on_parts(scatter, gradient),)
+
+
+gather_sequence.defvjp(_gather_forward, _gather_backward)
+
+
+def _on_parts(function: Callable[[jax.Array], jax.Array], x_BS: jax.Array) -> jax.Array:
+    """Calls a function with each device's part of [B, S, ...], split over `context`."""
+    names = ("batch", "sequence", *(None,) * (x_BS.ndim - 2))
+    spec = execution.current().rules.activation(names, x_BS.shape)
+    result: jax.Array = execution.per_device(function, (spec,), spec)(x_BS)
+    return result
 
 
 def choose_form(dims: Sequence[int], *, window: bool = False) -> Form:

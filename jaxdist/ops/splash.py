@@ -421,7 +421,7 @@ def _gradients(
       interpret: whether the kernel is emulated.
     """
     H, S = arrays[0].shape[1:3]
-    keys = _largest_divisor(S, _FUSED_KEYS * LANES // max(arrays[0].shape[3], LANES))
+    keys = _largest_divisor(S, _fused_keys(arrays[0].shape[3]))
     kernel = _backward_kernel(
         length=S,
         num_heads=H,
@@ -460,6 +460,15 @@ def _gradients(
         )
     dq: Any = sum(part.astype(jnp.float32) for part in dq_parts)
     return dq, dk.reshape(k.shape), dv.reshape(v.shape)
+
+
+def _fused_keys(head_size: int) -> int:
+    """Chooses the most keys of a block: a multiple of 128, for a head of this size.
+
+    Heads take whole vector registers, so that 192 elements need as much as 256.
+    """
+    registers = -(-head_size // LANES)
+    return _FUSED_KEYS // registers // LANES * LANES
 
 
 def _backward_kernel(

@@ -51,6 +51,8 @@ NOT_RESOLVED = (
 # Names of activations in the models of this package, for `save:` and `offload:`.
 NAMES = (
     INPUT,
+    "query_down",
+    "latent",
     "query",
     "key",
     "value",

@@ -24,7 +24,15 @@ FSDP_NAME = "d_model"  # the dim that fsdp prefers to shard
 # dims that are outputs of the whole model, last in the kernel of a head
 OUTPUTS = ("vocab", "score")
 
-DIM_NAMES = (*PARAMETER_AXES, FSDP_NAME, "head_dim", "layers", "positions", "score")
+DIM_NAMES = (
+    *PARAMETER_AXES,
+    FSDP_NAME,
+    "head_dim",
+    "latent",
+    "layers",
+    "positions",
+    "score",
+)
 
 
 def has_experts(names: Names) -> bool:
