@@ -140,8 +140,14 @@ def implied(**values: Any) -> Rule:
     return Rule(lambda source, _: dict(values))
 
 
-def only(key: str, *supported: Any) -> Rule:
-    """Makes the rule for a field with few supported values, the default first."""
+def only(key: str, *supported: Any, written: bool = True) -> Rule:
+    """Makes the rule for a field with few supported values, the default first.
+
+    Args:
+      key: the field.
+      *supported: its values.
+      written: whether exports have the field; transformers may not know it.
+    """
 
     def read(source: Source, _: Values) -> dict[str, Any]:
         value = source.take(key, supported[0])
@@ -150,6 +156,8 @@ def only(key: str, *supported: Any) -> Rule:
             source.refuse(key, value, f"not supported; required {required}")
         return {}
 
+    if not written:
+        return Rule(read)
     return Rule(read, lambda values: {key: supported[0]})
 
 
@@ -241,6 +249,44 @@ def attention_bias() -> Rule:
     return Rule(read, lambda values: {"attention_bias": values["bias"] == "attention"})
 
 
+def qkv_bias(
+    key: str = "attention_bias", *, default: bool, out: str | None = None
+) -> Rule:
+    """Makes the rule for biases of q, k and v, apart from that of the output.
+
+    Args:
+      key: the field for q, k and v.
+      default: the class's default of it.
+      out: the field for the bias of the output projection, false by default; None:
+        there is no such bias.
+    """
+
+    def read(source: Source, _: Values) -> dict[str, Any]:
+        has_bias = source.number(key, default, bool)
+        if out is None or not source.number(out, False, bool):
+            return {"bias": "qkv" if has_bias else "none"}
+        if not has_bias:
+            source.refuse(out, True, f"not supported with {key}=false")
+        return {"bias": "attention"}
+
+    def write(values: Values) -> dict[str, Any]:
+        fields = {key: values["bias"] in ("qkv", "attention")}
+        if out is not None:
+            fields[out] = values["bias"] == "attention"
+        return fields
+
+    return Rule(read, write)
+
+
+def head_norm(key: str) -> Rule:
+    """Makes the rule for a flag for norms of query and key heads."""
+
+    def read(source: Source, _: Values) -> dict[str, Any]:
+        return {"qk_norm": "head" if source.number(key, False, bool) else "none"}
+
+    return Rule(read, lambda values: {key: values["qk_norm"] == "head"})
+
+
 def caps(attention: float | None, final: float | None) -> Rule:
     """Makes the rule for Gemma's soft-caps, where null is no cap.
 
@@ -298,6 +344,8 @@ def gemma_scales() -> Rule:
 # --- layers ---------------------------------------------------------------------------
 
 KINDS = {"full_attention": "global", "sliding_attention": "local"}
+# kind of a layer without rotary positions, by its kind with them
+_NOPE_KINDS = {"global": "nope"}
 
 
 def shortest_period(kinds: Sequence[str]) -> tuple[str, ...]:
@@ -470,3 +518,103 @@ def switched_window(window: int) -> Rule:
         }
 
     return Rule(read, write)
+
+
+def listed_window(window: int) -> Rule:
+    """Makes the rule for a window of the layers that layer_types lists (Qwen2-MoE).
+
+    Args:
+      window: the class's default window in tokens.
+    """
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        used = source.number("use_sliding_window", False, bool)
+        size = source.take("sliding_window", window)
+        source.number("max_window_layers", 28, int)
+        kinds = _listed_kinds(source, ["global"] * values["num_layers"])
+        if used and source.config.get("layer_types") is None:
+            source.refuse(
+                "use_sliding_window",
+                used,
+                "versions of transformers differ in the layers with a window; list them "
+                "in layer_types",
+            )
+        if not used and "local" in kinds:
+            fault = "sliding layers need use_sliding_window=true"
+            source.refuse("layer_types", source.config["layer_types"], fault)
+        return _windowed(source, size, kinds)
+
+    def write(values: Values) -> dict[str, Any]:
+        pattern = values["layer_pattern"]
+        if "local" not in pattern:
+            return {"use_sliding_window": False}
+        return {
+            "use_sliding_window": True,
+            "sliding_window": values["window"],
+            "layer_types": _types_of(spread(pattern, values["num_layers"])),
+        }
+
+    return Rule(read, write)
+
+
+def nope_layers(period: int) -> Rule:
+    """Makes the rule for layers without rotary positions (SmolLM3).
+
+    no_rope_layers has a 0 for each of them, and 1 for others. Without the list, each
+    no_rope_layer_interval-th layer is one. layer_types tells the layers with a window.
+
+    Args:
+      period: the class's default interval.
+    """
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        depth = values["num_layers"]
+        every = source.count("no_rope_layer_interval", period)
+        rotates = [(i + 1) % every > 0 for i in range(depth)]
+        listed = source.take("no_rope_layers", None)
+        if listed is not None:
+            rotates = _listed_flags(source, "no_rope_layers", listed, depth)
+        used = source.number("use_sliding_window", False, bool)
+        size = source.take("sliding_window", None)
+        kinds = ["global"] * depth
+        if used and size is not None:  # as in transformers: layers without positions
+            kinds = ["global" if rotary else "local" for rotary in rotates]
+        kinds = _listed_kinds(source, kinds)
+        if "local" in kinds and not used:
+            fault = "sliding layers need use_sliding_window=true"
+            source.refuse("layer_types", source.config["layer_types"], fault)
+        windowed = _windowed(source, size, kinds)
+        for layer, rotary in enumerate(rotates):
+            if not rotary and kinds[layer] == "local":
+                source.refuse(
+                    "use_sliding_window",
+                    used,
+                    f"layer {layer} has neither rotary positions nor full attention, "
+                    "which is not built; list the kinds of layers in layer_types",
+                )
+                return windowed
+            if not rotary:
+                kinds[layer] = _NOPE_KINDS[kinds[layer]]
+        return windowed | {"layer_pattern": shortest_period(kinds)}
+
+    def write(values: Values) -> dict[str, Any]:
+        kinds = spread(values["layer_pattern"], values["num_layers"])
+        has_local = "local" in kinds
+        return {
+            "no_rope_layers": [int(kind != "nope") for kind in kinds],
+            "layer_types": _types_of(kinds),
+            "use_sliding_window": has_local,
+            "sliding_window": values["window"] if has_local else None,
+        }
+
+    return Rule(read, write)
+
+
+def _listed_flags(source: Source, key: str, listed: Any, depth: int) -> list[bool]:
+    """Reads a list with a 0 or 1 for each layer; all are 1 if it is invalid."""
+    is_valid = isinstance(listed, list) and len(listed) == depth
+    if not is_valid or not all(type(flag) in (int, bool) for flag in listed):
+        fault = f"required 0 or 1 for each of {depth} layers"
+        source.refuse(key, listed, fault)
+        return [True] * depth
+    return [bool(flag) for flag in listed]

@@ -123,3 +123,93 @@ def pattern_of(kinds: Sequence[str]) -> tuple[int, tuple[str, ...]]:
         if start <= num_leading_dense and start < depth:
             return start, tuple(kinds[start : start + period])
     return 0, ()
+
+
+def gated_shared_experts(key: str, width: int) -> Rule:
+    """Makes the rule for shared experts with a gate, after that for experts (Qwen2-MoE).
+
+    Args:
+      key: the field with the width of all shared experts together.
+      width: the class's default width.
+    """
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        total = source.count(key, width)
+        own = values["expert_d_ff"]
+        if total % own:
+            fault = f"a multiple of {_WIDTH}={own} is required"
+            total = source.refuse(key, total, fault, instead=own)
+        return {"num_shared_experts": total // own, "shared_expert_gate": True}
+
+    def write(values: Values) -> dict[str, Any]:
+        return {key: values["num_shared_experts"] * values["expert_d_ff"]}
+
+    return Rule(read, write)
+
+
+def biased_experts(
+    count: int, chosen: int, *, width: int, shared: int, dense: int
+) -> Rule:
+    """Makes the rule for experts that sigmoid scores and biases choose (GLM-4.5).
+
+    Args:
+      count: the class's default number of experts.
+      chosen: its default number of experts per token.
+      width: its default d_ff of an expert.
+      shared: its default number of shared experts.
+      dense: its default number of first dense layers.
+    """
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        num_experts = source.count("n_routed_experts", count)
+        if values["num_layers"] * num_experts > MAX_EXPERTS:
+            fault = f"at most {MAX_EXPERTS:,} of all layers are supported"
+            num_experts = source.refuse("n_routed_experts", num_experts, fault, 1)
+        groups = source.count("n_group", 1)
+        top_groups = source.count("topk_group", 1)
+        if groups == 1:  # none
+            groups = 0
+            top_groups = 0
+        return {
+            "num_experts": num_experts,
+            "experts_per_token": source.count("num_experts_per_tok", chosen),
+            "expert_d_ff": source.count(_WIDTH, width),
+            "num_shared_experts": source.count("n_shared_experts", shared),
+            "first_dense_layers": source.number("first_k_dense_replace", dense, int),
+            "normalise_top_k": source.number("norm_topk_prob", True, bool),
+            "route_scale": float(source.number("routed_scaling_factor", 1.0)),
+            "expert_groups": groups,
+            "expert_top_groups": top_groups,
+            "scores": "sigmoid",
+        }
+
+    def write(values: Values) -> dict[str, Any]:
+        return {
+            "n_routed_experts": values["num_experts"],
+            "num_experts_per_tok": values["experts_per_token"],
+            _WIDTH: values["expert_d_ff"],
+            "n_shared_experts": values["num_shared_experts"],
+            "first_k_dense_replace": values["first_dense_layers"],
+            "norm_topk_prob": values["normalise_top_k"],
+            "routed_scaling_factor": values["route_scale"],
+            "n_group": values["expert_groups"] or 1,
+            "topk_group": values["expert_top_groups"] or 1,
+        }
+
+    return Rule(read, write)
+
+
+def extra_layers(key: str, *synonyms: str) -> Rule:
+    """Makes the rule for layers that predict further tokens; exports have none.
+
+    Args:
+      key: the field with their number.
+      *synonyms: other names of the field.
+    """
+
+    def read(source: Source, _: Values) -> dict[str, Any]:
+        for name in (key, *synonyms):
+            source.number(name, 0, int)
+        return {}
+
+    return Rule(read, lambda values: {key: 0})

@@ -109,15 +109,16 @@ def _write(
     fields: dict[str, Any],
 ) -> str:
     """Writes the weights of a step; returns a line that describes them."""
+    if options.drop_choice_bias and family.has_choice_bias:
+        raise ConfigError(
+            f"--drop-choice-bias: {family.architecture} has a tensor for these biases. "
+            "Leave out --drop-choice-bias."
+        )
     if not options.drop_choice_bias:
         weights.check_choices(family)
     shapes, read = lora.unadapted(
         source.spec.abstract_model, weights.shapes, weights.read
     )
-    if family.has_choice_bias:
-        shapes, read = weights.with_choice_bias(
-            family, shapes, read, are_zero=options.drop_choice_bias
-        )
     scores = source.model_options["head"] == "score"
     if options.adapters:
         dtype = "float32"
@@ -128,12 +129,13 @@ def _write(
         fields |= _write_tokenizer(source, target)
         if scores and fields["pad_token_id"] is None:
             fields["pad_token_id"] = _padding(source, fields)
+        biases = weights.choice_biases(family)
         num_bytes = hf_writer.export(
             target,
             family,
             fields,
-            shapes,
-            read,
+            {**shapes, **{path: x.shape for path, x in biases.items()}},
+            lambda path: biases[path] if path in biases else read(path),
             dtype=dtype,
             max_shard_bytes=options.max_shard_bytes,
         )

@@ -26,12 +26,18 @@ import numpy as np
 
 from jaxdist.interop import config_rules as rule
 from jaxdist.interop import expert_rules, latent_rules
-from jaxdist.interop.rotary_rules import gemma_rotary, rotary
+from jaxdist.interop.rotary_rules import (
+    SCALINGS,
+    gemma_rotary,
+    ministral_rotary,
+    olmo_rotary,
+    rotary,
+)
 
 CLASSIFIER = "ForSequenceClassification"  # end of the names of architectures
-CHOICE_BIAS = "mlp/choice_bias"  # end of the path of this model state
-ROUTER = "mlp/router"  # end of the path of the router's kernel
 SCORE = "score.weight"  # tensor of such an architecture's head
+# end of the paths of model state that folders may hold: biases that choose experts
+_CHOICE_BIAS = "/choice_bias"
 _BLOCKS = "blocks/"  # first part of the paths of stacked parameters in the tables
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of parameters by path
 # one line of a table: the part that a tensor holds, or the axis that joins several
@@ -144,6 +150,11 @@ class Stored:
             if parts[0].is_in(shapes):
                 yield replace(self, parts=parts, first=first, step=step)
 
+    @property
+    def is_choice_bias(self) -> bool:
+        """Whether it holds biases that choose experts: model state, and in float32."""
+        return self.parts[0].path.endswith(_CHOICE_BIAS)
+
     def all_names(self, shapes: Shapes) -> list[str]:
         """Lists the tensor's names for all layers and experts."""
         shape = shapes[self.parts[0].path]
@@ -178,12 +189,28 @@ class Family:
     other_forms: tuple[tuple[Stored, ...], ...] = ()
     # whether transformers has a class for sequence classification, for reward models
     scores: bool = True
-    # field of config.json: the number of layers behind the last one, which predict
-    # further tokens. Their tensors are not read. "" = the family has none
-    further_layers: str = ""
+    # whether folders may hold layers behind the last one, which predict further tokens;
+    # they are not read
+    extra_layers: bool = False
     # other values of model_type that are read as this family
     synonyms: tuple[str, ...] = ()
-    in_float32: str = "$^"  # regex of tensors that an export writes in float32
+
+    @property
+    def has_choice_bias(self) -> bool:
+        """Whether folders hold biases that choose experts (`model.balance=bias`)."""
+        return any(stored.is_choice_bias for stored in self.tensors)
+
+    def choice_biases(self, model_state: Mapping[str, Any]) -> dict[str, Any]:
+        """Selects the biases that choose experts, if folders hold them.
+
+        Args:
+          model_state: of the model, by path.
+        """
+        if not self.has_choice_bias:
+            return {}
+        return {
+            path: x for path, x in model_state.items() if path.endswith(_CHOICE_BIAS)
+        }
 
     def architecture_for(self, head: str) -> str:
         """Names the class of a model with this `model.head`; "" if there is none."""
@@ -210,34 +237,6 @@ class Family:
             if any(regex.fullmatch(name) for name in names):
                 return replace(self, tensors=form)
         return self
-
-    def with_state(self, shapes: Shapes, state: Shapes) -> dict[str, tuple[int, ...]]:
-        """Adds those arrays of the model state that the table has a tensor for.
-
-        Args:
-          shapes: shapes of the parameters by path.
-          state: shapes of the model state by path.
-        """
-        together = {**shapes, **state}
-        parts = [part for stored in self.present(together) for part in stored.parts]
-        known = {part.path for part in parts} & state.keys()
-        return dict(shapes) | {path: state[path] for path in known}
-
-    @property
-    def has_choice_bias(self) -> bool:
-        """Whether the table has a tensor for the biases that choose experts."""
-        return any(
-            part.path.endswith(CHOICE_BIAS)
-            for stored in self.tensors
-            for part in stored.parts
-        )
-
-    def unread_layers(self, config: Mapping[str, Any]) -> range:
-        """Lists the numbers of the layers that predict further tokens."""
-        if not self.further_layers:
-            return range(0)
-        depth = config["num_hidden_layers"]
-        return range(depth, depth + (config.get(self.further_layers) or 0))
 
     def canonical(self, name: str) -> str:
         """Finds the table's name for a stored tensor."""
@@ -373,6 +372,21 @@ def _experts(block: str, gate: str, up: str, down: str) -> dict[str, _Line]:
     }
 
 
+_SHARED_EXPERTS: dict[str, _Line] = {  # with a gate
+    _L + "mlp.shared_expert.gate_proj.weight": "mlp/shared/gate DF -> F D",
+    _L + "mlp.shared_expert.up_proj.weight": "mlp/shared/up DF -> F D",
+    _L + "mlp.shared_expert.down_proj.weight": "mlp/shared/down FD -> D F",
+    _L + "mlp.shared_expert_gate.weight": "mlp/shared_gate DO -> O D",
+}
+_PLAIN_SHARED_EXPERTS: dict[str, _Line] = {
+    _L + "mlp.shared_experts.gate_proj.weight": "mlp/shared/gate DF -> F D",
+    _L + "mlp.shared_experts.up_proj.weight": "mlp/shared/up DF -> F D",
+    _L + "mlp.shared_experts.down_proj.weight": "mlp/shared/down FD -> D F",
+}
+_CHOICE_BIASES: dict[str, _Line] = {
+    _L + "mlp.gate.e_score_correction_bias": "mlp/choice_bias E -> E",
+}
+_GLM4_MOE = _MLP | _qk_norms("N", "N") | _PLAIN_SHARED_EXPERTS | _CHOICE_BIASES
 _MIXTRAL = (
     _EDGES | _ATTENTION | _PRE_NORMS | _experts("block_sparse_moe", "w1", "w3", "w2")
 )
@@ -410,15 +424,8 @@ _LATENT: dict[str, _Line] = {
     _L + "self_attn.kv_b_proj.weight": "attention/latent_up CHX -> HX C",
     _L + "self_attn.o_proj.weight": "attention/out HVD -> D HV",
 }
-_SHARED_EXPERTS: dict[str, _Line] = {
-    _L + "mlp.shared_experts.gate_proj.weight": "mlp/shared/gate DF -> F D",
-    _L + "mlp.shared_experts.up_proj.weight": "mlp/shared/up DF -> F D",
-    _L + "mlp.shared_experts.down_proj.weight": "mlp/shared/down FD -> D F",
-}
-_DEEPSEEK2_OTHERS = _EDGES | _LATENT | _PRE_NORMS | _MLP | _SHARED_EXPERTS
-_DEEPSEEK3_OTHERS = _DEEPSEEK2_OTHERS | {
-    _L + "mlp.gate.e_score_correction_bias": f"{CHOICE_BIAS} E -> E",
-}
+_DEEPSEEK2_OTHERS = _EDGES | _LATENT | _PRE_NORMS | _MLP | _PLAIN_SHARED_EXPERTS
+_DEEPSEEK3_OTHERS = _DEEPSEEK2_OTHERS | _CHOICE_BIASES
 _ROUTED = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 _G = "transformer.h.{}."
 _GPT2: dict[str, _Line] = {
@@ -466,6 +473,14 @@ _UNTIED, _TIED = (
 )
 _EPS5, _EPS6 = (rule.plain("norm_eps", "rms_norm_eps", eps) for eps in (1e-5, 1e-6))
 _USUAL = (*_SIZES, rule.heads(), rule.activation("hidden_act"))
+# Names of the text model's tensors in multimodal folders, and the other tensors there.
+_TEXT_MODEL = {
+    r"language_model\.model\.|model\.language_model\.": "model.",
+    r"language_model\.lm": "lm",
+}
+_NO_TEXT_MODEL = (
+    r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\."
+)
 _GEMMA = (
     # The text part of a multimodal folder omits fields with the class's defaults.
     rule.plain("vocab_size", "vocab_size", 262_208),
@@ -511,6 +526,8 @@ _FAMILIES = (
         "MistralForCausalLM",
         (*_USUAL, _EPS6, _UNTIED, rotary(), rule.whole_window(4096)),
         LLAMA.tensors,
+        renamed=_TEXT_MODEL,
+        ignored=_NO_TEXT_MODEL,
     ),
     Family(
         "qwen2",
@@ -558,11 +575,8 @@ _FAMILIES = (
             rule.implied(qk_norm="head"),
         ),
         _table(_EDGES | _ATTENTION | _MLP | _BOTH_NORMS | _qk_norms("N", "N")),
-        renamed={
-            r"language_model\.model\.|model\.language_model\.": "model.",
-            r"language_model\.lm": "lm",
-        },
-        ignored=r"rotary_emb\.inv_freq$|^(model\.)?(vision_tower|multi_modal_projector)\.",
+        renamed=_TEXT_MODEL,
+        ignored=_NO_TEXT_MODEL,
     ),
     Family(
         "gpt2",
@@ -589,7 +603,19 @@ _FAMILIES = (
     Family(
         "phi3",
         "Phi3ForCausalLM",
-        (*_USUAL, _EPS5, _UNTIED, rotary(partial=True), rule.whole_window(None)),
+        (
+            *_USUAL,
+            _EPS5,
+            _UNTIED,
+            rotary(partial=True),
+            rule.whole_window(None),
+            # fields of Phi-4 mini that the class of transformers does not know
+            rule.only("attention_bias", False, written=False),
+            rule.only("mlp_bias", False, written=False),
+            rule.only("lm_head_bias", False, written=False),
+            rule.only("full_attn_mod", 1, written=False),
+            rule.only("interpolate_factor", 1, written=False),
+        ),
         _table(_EDGES | _FUSED | _PRE_NORMS),
     ),
     Family(
@@ -660,6 +686,106 @@ _FAMILIES = (
         scores=False,
     ),
     Family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        (
+            *_USUAL,
+            _EPS5,
+            _UNTIED,
+            rule.periodic_window(4096, 4),
+            olmo_rotary(),
+            rule.attention_bias(),
+            rule.implied(norm_position="post", qk_norm="projection"),
+        ),
+        _table(_EDGES | _ATTENTION | _MLP | _POST_NORMS | _qk_norms("HN", "KN")),
+    ),
+    Family(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        (
+            *_SIZES,
+            rule.heads(kv=4),
+            rule.activation("hidden_act", "silu"),
+            _EPS6,
+            _TIED,
+            rotary(theta=2e6),
+            rule.attention_bias(),
+            rule.only("mlp_bias", False),
+            rule.nope_layers(4),
+        ),
+        LLAMA.tensors,
+    ),
+    Family(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        (
+            *_SIZES,
+            rule.heads(kv=8, head_dim=128),
+            rule.activation("hidden_act", "silu"),
+            _EPS6,
+            _UNTIED,
+            rotary(),
+            rule.qkv_bias(default=True, out="attention_out_bias"),
+            rule.only("mlp_bias", False),
+        ),
+        LLAMA.tensors,
+    ),
+    Family(
+        "ministral3",
+        "Ministral3ForCausalLM",
+        (
+            *_SIZES,
+            rule.heads(kv=8, head_dim=128),
+            rule.activation("hidden_act", "silu"),
+            _EPS5,
+            _UNTIED,
+            ministral_rotary(),
+            rule.whole_window(None),
+        ),
+        LLAMA.tensors,
+        renamed=_TEXT_MODEL,
+        ignored=_NO_TEXT_MODEL,
+    ),
+    Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        (
+            *_SIZES,
+            rule.heads(kv=16),
+            rule.activation("hidden_act", "silu"),
+            _EPS6,
+            _UNTIED,
+            rotary(),
+            rule.qkv_bias("qkv_bias", default=True),
+            rule.listed_window(4096),
+            expert_rules.experts("num_experts", 60, 4, width=1408, normalise=False),
+            expert_rules.gated_shared_experts("shared_expert_intermediate_size", 5632),
+            expert_rules.dense_layers(),
+        ),
+        _table(_SPARSE | _MLP | _SHARED_EXPERTS),
+        other_forms=(_table(_MERGED | _MLP | _SHARED_EXPERTS),),
+    ),
+    Family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        (
+            *_SIZES,
+            rule.heads(kv=8),
+            rule.activation("hidden_act", "silu"),
+            _EPS5,
+            _UNTIED,
+            rotary(partial=True, fraction=0.5, kinds=tuple(SCALINGS)),
+            rule.qkv_bias(default=False),
+            rule.head_norm("use_qk_norm"),
+            expert_rules.biased_experts(128, 8, width=1408, shared=1, dense=1),
+            expert_rules.extra_layers("num_nextn_predict_layers", "num_mtp_layers"),
+        ),
+        _table(_SPARSE | _GLM4_MOE),
+        other_forms=(_table(_MERGED | _GLM4_MOE),),
+        scores=False,
+        extra_layers=True,
+    ),
+    Family(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
         (
@@ -667,12 +793,12 @@ _FAMILIES = (
             latent_rules.sizes(query_rank=1536),
             latent_rules.rotary(),
             latent_rules.experts_of_v3(),
+            expert_rules.extra_layers("num_nextn_predict_layers", "num_mtp_layers"),
         ),
         _table(_DEEPSEEK3_OTHERS | _ROUTED),
         other_forms=(_table(_DEEPSEEK3_OTHERS | _MERGED_EXPERTS),),
-        further_layers="num_nextn_predict_layers",
+        extra_layers=True,
         synonyms=("kimi_k2",),
-        in_float32=r"\.e_score_correction_bias$",
     ),
     Family(
         "deepseek_v2",

@@ -39,7 +39,8 @@ _HARMLESS = re.compile(
     "_?attn_implementation|cache_implementation|id2label|label2id|num_labels|problem_type|"
     "task_specific_params|summary_.*|output_.*|return_dict|use_return_dict|gradient_checkpointing|"
     "chunk_size_feed_forward|reorder_and_upcast_attn|tokenizer_class|is_llama_config|transformers\\.js_config|"
-    "torchscript|router_(aux_loss_coef|jitter_noise)|boi_token_index|eoi_token_index|image_token_index|mm_tokens_per_image|vision_config"
+    "torchscript|router_(aux_loss_coef|jitter_noise)|boi_token_index|eoi_token_index|image_token_index|mm_tokens_per_image|vision_config|"
+    "multimodal_projector_bias|projector_hidden_act|spatial_merge_size|vision_feature_layer|residual_dropout"
 )
 # Fields that change no logits if they are false, null or empty.
 _OFF = re.compile(
@@ -57,6 +58,8 @@ _ONE_LABEL: dict[str, Any] = {
     "id2label": {"0": "LABEL_0"},
     "label2id": {"LABEL_0": 0},
 }
+# Multimodal models, whose text model is in text_config.
+_MULTIMODAL = ("gemma3", "mistral3")
 # Families whose config and tensors have Llama's names, but which compute other logits.
 _UNLIKE_LLAMA = {
     "gemma": "its norms scale by 1 + weight, and its embeddings by the root of their size"
@@ -70,7 +73,9 @@ _UNLIKE_LLAMA |= dict.fromkeys(
 def read_config(folder: Path | str) -> dict[str, Any]:
     """Reads the config.json of a folder.
 
-    For a multimodal Gemma 3, the fields of its text model replace those of the whole.
+    For a multimodal Gemma 3 or Mistral 3, the fields of its text model replace those of
+    the whole. Only whether embeddings are tied is decided by the whole, as in
+    transformers 5.
 
     Raises:
       ConfigError: there is no config.json, or it is no JSON object.
@@ -83,9 +88,12 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     except Malformed as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     text_config = config.get("text_config")
-    if config.get("model_type") == "gemma3" and isinstance(text_config, dict):
+    if config.get("model_type") in _MULTIMODAL and isinstance(text_config, dict):
         del config["text_config"]
+        tied = config.get("tie_word_embeddings")
         config |= text_config
+        if tied is not None:
+            config["tie_word_embeddings"] = tied
     return config
 
 
@@ -300,15 +308,13 @@ def canonical_values(values: Mapping[str, Any]) -> dict[str, Any]:
     if "local" not in kinds:
         idle += ["window", "rope_theta_local"]
     config = rotary.RotaryConfig(**{name: v[name] for name in STRETCH})
-    if config.stretches:
-        read = ("rope_factor", "rope_scaling", *rotary.READ[config.rope_scaling])
-        idle += [name for name in STRETCH if name not in read]
-    else:
-        idle += STRETCH
-        if v["rope_theta_local"] == v["rope_theta"]:
-            idle.append("rope_theta_local")
-    if v["positions"] == "learned":
+    read = config.read_names
+    idle += [name for name in STRETCH if name not in read]
+    if not config.stretches and v["rope_theta_local"] == v["rope_theta"]:
+        idle.append("rope_theta_local")
+    rotates = v["positions"] == "rotary" and {*kinds} != {"nope"}
+    if not rotates:
         idle += [*STRETCH, "rope_theta", "rope_theta_local", "rotary_fraction"]
-    else:
+    if v["positions"] == "rotary":
         idle.append("max_positions")
     return v | {name: DEFAULTS[name] for name in idle}

@@ -23,6 +23,7 @@ from jaxdist.interop.families import SCORE, Family, Shapes, Stored, TensorPart
 from jaxdist.interop.hf_config import canonical_values, derive, read_config
 from jaxdist.interop.tensor_files import all_finite, slices_of
 from jaxdist.models.model_values import (
+    DEFAULTS,
     differing_values,
     gets_new_head,
     without_changes,
@@ -46,8 +47,9 @@ def open_weights(
     Args:
       folder: the Hugging Face folder.
       values: the model's config, as fields of TransformerConfig.
-      shapes: the shapes of the model's parameters, by path. A score that a folder of a
-        language model lacks is left out.
+      shapes: the shapes of the model's parameters, by path, and those of biases that
+        choose experts (`Family.choice_biases`). A score that a folder of a language
+        model lacks is left out.
 
     Raises:
       ConfigError: the folder holds another model, or its files are incomplete.
@@ -60,6 +62,12 @@ def open_weights(
     if faults:
         raise ConfigError(
             f"{folder} holds another model than the config: {fault}" for fault in faults
+        )
+    balance = values.get("balance", DEFAULTS["balance"])
+    if family.has_choice_bias and balance != "bias":
+        raise ConfigError(
+            f"{folder}: biases choose the experts of {family.architecture}, and "
+            f"model.balance={balance} has none; set model.balance=bias"
         )
     tensors = Tensors(folder, family)
     if gets_new_head(model_values, folder_values):
@@ -82,9 +90,8 @@ class Tensors:
     def __init__(self, folder: Path | str, family: Family) -> None:
         self.folder = Path(folder)
         self.bytes_read = 0
-        # beginnings of the names of tensors that are not read: layers that predict
-        # further tokens
-        self.unread: list[str] = []
+        # numbers of layers that predict further tokens and are not read
+        self.unread_layers: list[int] = []
         # tensors that the folder need not have: their parameters are not read
         self.absent: frozenset[str] = frozenset()
         self._handles: dict[str, Any] = {}  # slices of a tensor, by the table's name
@@ -107,30 +114,30 @@ class Tensors:
         if faults:
             raise ConfigError(faults)
         config = read_config(folder)
-        for layer in family.unread_layers(config):
-            self._leave_out(f"model.layers.{layer}.")
+        if family.extra_layers:
+            self._leave_out_layers(config["num_hidden_layers"])
         quantization = config.get("quantization_config")
         self._handles, faults = block_scales.joined(self._handles, quantization)
         if faults:
             raise ConfigError(f"{self.folder}: {fault}" for fault in faults)
         self.family = family.form_of(self._handles)
 
-    def _leave_out(self, beginning: str) -> None:
-        """Drops the tensors whose names have a beginning."""
-        names = [name for name in self._handles if name.startswith(beginning)]
+    def _leave_out_layers(self, first: int) -> None:
+        """Drops the tensors of a layer and those behind it."""
+        names = [name for name in self._handles if _layer_of(name) >= first]
         for name in names:
             del self._handles[name]
-        if names:
-            self.unread.append(f"{beginning}*")
+        self.unread_layers = sorted({_layer_of(name) for name in names})
 
     @property
     def note(self) -> str:
-        """A line about tensors that are not read; "" if all are."""
-        if not self.unread:
+        """A line about layers that are not read; "" if all are."""
+        if not self.unread_layers:
             return ""
+        numbers = ", ".join(map(str, self.unread_layers))
         return (
-            f"{self.folder}: {', '.join(self.unread)} is not read: layers that predict "
-            f"further tokens ({self.family.further_layers})"
+            f"{self.folder}: layer {numbers} is not read; "
+            "it predicts further tokens (num_nextn_predict_layers)"
         )
 
     def _files(self) -> dict[str, set[str]]:
@@ -185,7 +192,8 @@ class Tensors:
         unexpected = []
         for name in self._handles.keys() - expected.keys():
             is_tied_head = has_tied_head and name == "lm_head.weight"
-            if not is_tied_head and not re.search(self.family.ignored, name):
+            is_ignored = re.search(self.family.ignored, name)
+            if not is_tied_head and not is_ignored:
                 unexpected.append(name)
         faults += _listed("unexpected tensors", unexpected)
         for name in sorted(expected.keys() & self._handles.keys()):
@@ -348,6 +356,12 @@ class Tensors:
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate(pieces, len(before))
+
+
+def _layer_of(name: str) -> int:
+    """Reads the number of a layer from a tensor's name; -1 for other tensors."""
+    match = re.search(r"\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else -1
 
 
 def _join_layers(*layers: jax.Array) -> jax.Array:

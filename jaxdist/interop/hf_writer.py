@@ -23,14 +23,7 @@ from jaxdist.checkpoint.folders import CheckpointError, StepDeleted
 from jaxdist.config import ConfigError
 from jaxdist.data import tokenizer_config
 from jaxdist.interop import hf_config
-from jaxdist.interop.families import (
-    CHOICE_BIAS,
-    ROUTER,
-    Family,
-    Shapes,
-    Stored,
-    TensorPart,
-)
+from jaxdist.interop.families import Family, Shapes, Stored, TensorPart
 from jaxdist.interop.hf_reader import INDEX, SINGLE, stored_shapes, unmapped
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 
@@ -107,11 +100,9 @@ class CheckpointWeights:
           ConfigError: biases differ, and the family has no tensor for them.
           CheckpointError: the biases differ from what was saved.
         """
-        shapes = {
-            path: self._arrays[name].shape for path, name in self._model_state.items()
-        }
-        known = family.with_state(self.shapes, shapes)
-        for path in self._model_state.keys() - known.keys():
+        if family.has_choice_bias:
+            return
+        for path in self._model_state:
             if not path.endswith("/choice_bias"):
                 continue
             bias = self.read(path)
@@ -123,41 +114,29 @@ class CheckpointWeights:
                     "elsewhere. Train with model.balance=batch, or leave them out: --drop-choice-bias"
                 )
 
-    def with_choice_bias(
-        self,
-        family: Family,
-        shapes: Shapes,
-        read: Callable[[str], np.ndarray],
-        *,
-        are_zero: bool,
-    ) -> tuple[Shapes, Callable[[str], np.ndarray]]:
-        """Adds the biases that choose experts, which the family has tensors for.
+    def choice_biases(self, family: Family) -> dict[str, np.ndarray]:
+        """Reads the biases that choose experts, by path, if the family stores them.
 
-        They are 0 in a run that balances its experts in another way.
+        They are zeros in a run that has none.
 
-        Args:
-          family: the architecture to write.
-          shapes: the shapes of the parameters, by path.
-          read: reads a parameter, given its path.
-          are_zero: whether to write 0 in place of the run's biases.
-
-        Returns:
-          The shapes and the reader of parameters and biases.
+        Raises:
+          StepDeleted: the run has deleted the step meanwhile.
+          CheckpointError: they differ from what was saved.
         """
-        biases: dict[str, tuple[int, ...]] = {}
-        for path, (*stacked, _, num_experts) in shapes.items():
-            if path.endswith(ROUTER):
-                bias = path.removesuffix(ROUTER) + CHOICE_BIAS
-                biases[bias] = (*stacked, num_experts)
-
-        def read_either(path: str) -> np.ndarray:
-            if path not in biases:
-                return read(path)
-            if are_zero or path not in self._model_state:
-                return np.zeros(biases[path], np.float32)
-            return self.read(path)
-
-        return family.with_state(shapes, biases), read_either
+        if not family.has_choice_bias:
+            return {}
+        saved = family.choice_biases(self._model_state)
+        biases = {}
+        for path, shape in self.shapes.items():
+            start, _, name = path.rpartition("/")
+            if name != "router":
+                continue
+            bias_path = f"{start}/choice_bias"
+            num_layers, _, num_experts = shape
+            biases[bias_path] = np.zeros((num_layers, num_experts), np.float32)
+            if bias_path in saved:
+                biases[bias_path] = self.read(bias_path)
+        return biases
 
     def read(self, path: str) -> np.ndarray:
         """Reads a parameter, or model state, to the host.
@@ -226,10 +205,10 @@ def export(
         raise ConfigError(faults)
     target.mkdir(parents=True, exist_ok=True)
     tensor_shapes = stored_shapes(family, shapes)
-    dtypes = {
-        name: "float32" if re.search(family.in_float32, name) else dtype
-        for name in tensor_shapes
-    }
+    dtypes = dict.fromkeys(tensor_shapes, dtype)
+    for stored in family.present(shapes):
+        if stored.is_choice_bias:
+            dtypes |= dict.fromkeys(stored.all_names(shapes), "float32")
     tensors, num_bytes = _create_files(target, tensor_shapes, dtypes, max_shard_bytes)
     for stored in family.present(shapes):
         for part in stored.parts:
@@ -263,7 +242,7 @@ def _create_files(
     """Creates safetensors files of zeros, and their index if there are several.
 
     Args:
-      target: the folder to write to.
+      target: the folder.
       shapes: shape of each tensor, by name.
       dtypes: "float32" or "bfloat16" for each tensor.
       max_shard_bytes: largest file.
@@ -296,10 +275,7 @@ def _create_files(
 
 
 def _create_file(
-    file: Path,
-    sizes: Mapping[str, int],
-    shapes: Shapes,
-    dtypes: Mapping[str, str],
+    file: Path, sizes: Mapping[str, int], shapes: Shapes, dtypes: Mapping[str, str]
 ) -> dict[str, np.ndarray]:
     """Creates one safetensors file of zeros.
 

@@ -68,7 +68,8 @@ class Folder:
         options = schema.flatten(values)
         config = {f"model.{name}": value for name, value in options.items()}
         if values["num_experts"]:
-            config["model.balance"] = "bias" if self.family.has_choice_bias else "batch"
+            has_bias = self.family.has_choice_bias
+            config["model.balance"] = "bias" if has_bias else "batch"
         config["precision.params"] = self.dtype
         config["precision.compute"] = self.dtype
         config["batch.sequence_length"] = min(longest, MAX_SEQUENCE_LENGTH)
@@ -97,27 +98,24 @@ class Folder:
             path: jax.ShapeDtypeStruct(x.shape, self.dtype, sharding=sharding)
             for path, x in trees.flatten_names(spec.trainable).items()
         }
-        model_state = {}
-        if spec.model_state:
-            first = jax.jit(lambda: spec.init_params(jax.random.key(0))[1])()
-            model_state = trees.flatten_names(first)
-        shapes = self.family.with_state(
-            {path: x.shape for path, x in parameters.items()},
-            {path: x.shape for path, x in model_state.items()},
-        )
+        state_paths = trees.flatten_names(spec.model_state)
+        biases = {
+            path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            for path, x in self.family.choice_biases(state_paths).items()
+        }
+        wanted = parameters | biases
+        shapes = {path: x.shape for path, x in wanted.items()}
         tensors = hf_reader.open_weights(self.path, self.values, shapes)
         self.notes.append(tensors.note)
-        stored_state = {
-            path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            for path, x in model_state.items()
-            if path in shapes
-        }
-        loaded = tensors.load(parameters | stored_state)
-        trainable = {path: loaded[path] for path in parameters}
-        model_state |= {path: loaded[path] for path in stored_state}
+        arrays = tensors.load(wanted)
+        model_state = {}
+        if spec.model_state:
+            model_state = jax.jit(lambda: spec.init_params(jax.random.key(0))[1])()
+        model_state = trees.flatten_names(model_state)
+        model_state |= {path: arrays.pop(path) for path in biases}
         return State(
             step=jnp.int32(0),
-            trainable=trees.unflatten_names(trainable),
+            trainable=trees.unflatten_names(arrays),
             frozen={},
             model_state=trees.unflatten_names(model_state),
             opt_state=NO_OPT_STATE,

@@ -44,12 +44,12 @@ class HuggingFaceFolder:
         folder = Path(config.init.from_huggingface).expanduser()
         family, values = derive(read_config(folder))
         model = {"target": registry.DEFAULT_TARGET} | values
-        if family.has_choice_bias:
-            model["balance"] = "bias"
-        elif values["num_experts"] and "model.balance" not in set_keys:
+        if values["num_experts"] and "model.balance" not in set_keys:
             balance = config.model.get("balance", "bias")
-            if balance == "bias":  # an export has no tensor for these biases
-                balance = "batch"
+            if balance == "bias" and not family.has_choice_bias:
+                balance = "batch"  # an export has no tensor for these biases
+            if family.has_choice_bias:
+                balance = "bias"
             model["balance"] = balance
         tokenizer = _tokenizer_of(folder, config, values["vocab_size"], set_keys)
         return ImpliedConfig(model, tokenizer)
@@ -64,18 +64,14 @@ class HuggingFaceFolder:
 
 
 def wanted_arrays(folder: Path, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
-    """Describes the arrays that a folder's tensors fill, by path.
+    """Describes the arrays to read from a folder, by path.
 
-    They are the parameters, and the model state that the folder has tensors for.
+    These are the parameters, and the model state that the folder's family has tensors
+    for.
     """
     family, _ = derive(read_config(folder))
-    state = trees.flatten_names(target.abstract.model_state)
-    wanted = target.parameters | state
-    known = family.with_state(
-        {path: x.shape for path, x in target.parameters.items()},
-        {path: x.shape for path, x in state.items()},
-    )
-    return {path: wanted[path] for path in known}
+    model_state = trees.flatten_names(target.abstract.model_state)
+    return target.parameters | family.choice_biases(model_state)
 
 
 def _tokenizer_of(
@@ -104,7 +100,7 @@ def _tokenizer_of(
 def _load(
     target: Target, tensors: Tensors, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> LoadedWeights:
-    """Reads the parameters one at a time, quantised kernels one layer at a time."""
+    """Reads the arrays one at a time, quantised kernels one layer at a time."""
     fields = read_config(tensors.folder)
     kind = fields.get("model_type")
     notes = []

@@ -74,7 +74,7 @@ def rotary() -> Rule:
     With mscale_all_dim of yarn, the logits are multiplied by the square of 0.1
     mscale_all_dim ln(factor) + 1.
     """
-    positions = rotary_rules.rotary(scalings=_SCALINGS)
+    positions = rotary_rules.rotary(kinds=_SCALINGS)
 
     def read(source: Source, values: Values) -> dict[str, Any]:
         read_values = positions.read(source, values)
@@ -202,7 +202,6 @@ def experts_of_v3() -> Rule:
     def read(source: Source, values: Values) -> dict[str, Any]:
         _require(source, "scoring_func", "sigmoid")
         _require(source, "topk_method", "noaux_tc")
-        source.number("num_nextn_predict_layers", 0, int)
         groups = source.count("n_group", 8)
         top_groups = source.count("topk_group", 4)
         if groups == top_groups:
@@ -222,7 +221,6 @@ def experts_of_v3() -> Rule:
             "n_group": values["expert_groups"] or 1,
             "topk_group": values["expert_top_groups"] or 1,
             "norm_topk_prob": values["normalise_top_k"],
-            "num_nextn_predict_layers": 0,
         }
 
     return Rule(read, write)

@@ -13,7 +13,7 @@ from jaxdist.interop.config_rules import KINDS, REQUIRED, Rule, Source, Values
 from jaxdist.models.transformer_config import TransformerConfig
 
 # for each kind of scaling its numbers besides the factor: model value -> field
-_SCALINGS: dict[str, dict[str, str]] = {
+SCALINGS: dict[str, dict[str, str]] = {
     "default": {},
     "linear": {},
     "llama3": {
@@ -32,17 +32,20 @@ def rotary(
     *,
     partial: bool = False,
     theta: float = 10_000.0,
-    scalings: Sequence[str] = tuple(_SCALINGS),
+    fraction: float = 1.0,
+    kinds: Sequence[str] = (),
 ) -> Rule:
     """Makes the rule for one rotary base in all layers.
 
     Args:
-      partial: whether only a fraction of a head may rotate; then longrope is the only
-        supported scaling (Phi-3).
+      partial: whether only a fraction of a head may rotate.
       theta: the base if no field has it.
-      scalings: the supported kinds of scaling.
+      fraction: the rotated fraction if no field has it.
+      kinds: supported kinds of scaling; empty: all, or with `partial` longrope only
+        (Phi-3).
     """
-    kinds = ("default", "longrope") if partial else scalings
+    kinds = kinds or (("default", "longrope") if partial else tuple(SCALINGS))
+    default_fraction = fraction
 
     def read(source: Source, _: Values) -> dict[str, Any]:
         parameters = source.take("rope_parameters", None)
@@ -53,7 +56,8 @@ def rotary(
             rope = source.inside("rope_parameters", parameters or {})
         base = rope.number("rope_theta", source.number("rope_theta", theta))
         fraction = rope.number(
-            "partial_rotary_factor", source.number("partial_rotary_factor", 1.0)
+            "partial_rotary_factor",
+            source.number("partial_rotary_factor", default_fraction),
         )
         if fraction != 1 and not partial:
             source.refuse(
@@ -92,7 +96,7 @@ def gemma_rotary() -> Rule:
         local_theta = local.number(
             "rope_theta", source.number("rope_local_base_freq", 10_000.0)
         )
-        kinds = tuple(_SCALINGS)
+        kinds = tuple(SCALINGS)
         scaling_values = _read_scaling(full, source, kinds)
         if _read_scaling(local, source, kinds):
             local.refuse(
@@ -113,6 +117,106 @@ def gemma_rotary() -> Rule:
             "rope_theta": values["rope_theta"],
             "rope_local_base_freq": local_theta,
         } | _write_scaling(values)
+
+    return Rule(read, write)
+
+
+def olmo_rotary() -> Rule:
+    """Makes the rule for OLMo 3: one base, and only global layers may be scaled.
+
+    transformers 5 has mappings for each kind of layer in rope_parameters. Version 4 has
+    rope_theta and rope_scaling. Both are written, because version 5 forgets rope_theta
+    in local layers.
+    """
+    theta = 500_000.0
+
+    def read(source: Source, values: Values) -> dict[str, Any]:
+        parameters = source.inside(
+            "rope_parameters", source.take("rope_parameters", None) or {}
+        )
+        full, local = (
+            parameters.inside(name, parameters.take(name, None) or {}) for name in KINDS
+        )
+        scaling = source.inside("rope_scaling", source.take("rope_scaling", None) or {})
+        full.config |= scaling.config
+        has_local = "local" in values["layer_pattern"]
+        whole = source.number("rope_theta", theta)
+        base = full.number("rope_theta", whole)
+        local_base = local.number("rope_theta", theta)
+        if has_local and whole != theta and "rope_theta" not in local.config:
+            source.refuse(
+                "rope_theta",
+                whole,
+                "versions of transformers differ in local layers; write a base for each "
+                "kind of layer in rope_parameters",
+            )
+        kinds = tuple(SCALINGS)
+        scaling_values = _read_scaling(full, source, kinds)
+        if _read_scaling(local, source, kinds):
+            local.refuse(
+                "rope_type",
+                local.config.get("rope_type"),
+                "not built; required 'default'",
+            )
+        source.faults += full.close() + local.close() + parameters.close()
+        return {
+            "rope_theta": float(base),
+            "rope_theta_local": float(local_base) if has_local else 0.0,
+        } | scaling_values
+
+    def write(values: Values) -> dict[str, Any]:
+        fields = {"rope_theta": values["rope_theta"]} | _write_scaling(values)
+        full = {"rope_type": "default"} | (fields["rope_scaling"] or {})
+        local_theta = values["rope_theta_local"] or values["rope_theta"]
+        fields["rope_parameters"] = {
+            "full_attention": full | {"rope_theta": values["rope_theta"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
+        }
+        return fields
+
+    return Rule(read, write)
+
+
+def ministral_rotary() -> Rule:
+    """Makes the rule for Ministral 3, whose queries grow with the position.
+
+    It has rope_parameters only. Without them the class has the values of the published
+    models.
+    """
+    growth_key = "llama_4_scaling_beta"
+    published = {
+        "type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        _ORIGINAL_POSITIONS: 16_384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        growth_key: 0.1,
+    }
+
+    def read(source: Source, _: Values) -> dict[str, Any]:
+        parameters = source.take("rope_parameters", None)
+        if parameters is None:
+            parameters = published
+        rope = source.inside("rope_parameters", parameters)
+        rope.read.add("max_position_embeddings")  # a copy of the field outside
+        values = _read_scaling(rope, source, tuple(SCALINGS))
+        growth = rope.number(growth_key)
+        values["rope_query_growth"] = float(growth)
+        values["rope_original_positions"] = rope.count(_ORIGINAL_POSITIONS, REQUIRED)
+        values["rope_theta"] = float(rope.number("rope_theta", 10_000.0))
+        source.faults += rope.close()
+        return values
+
+    def write(values: Values) -> dict[str, Any]:
+        fields = _write_scaling(values)
+        rope = {"rope_type": "default"} | (fields.pop("rope_scaling") or {})
+        rope |= {
+            "rope_theta": values["rope_theta"],
+            _ORIGINAL_POSITIONS: values["rope_original_positions"],
+            growth_key: values["rope_query_growth"],
+        }
+        return fields | {"rope_parameters": rope}
 
     return Rule(read, write)
 
@@ -151,7 +255,7 @@ def _read_scaling(rope: Source, config: Source, kinds: Sequence[str]) -> dict[st
     else:
         values["rope_factor"] = rope.number("factor")
     defaults = TransformerConfig()
-    for name, key in _SCALINGS[kind].items():
+    for name, key in SCALINGS[kind].items():
         if kind == "yarn":
             default = getattr(defaults, name)
             values[name] = rope.number(key, default) or default
@@ -220,7 +324,7 @@ def _write_scaling(values: Values) -> dict[str, Any]:
     if factor == 1 and kind != "longrope":
         return {"rope_scaling": None}
     rope = {"rope_type": kind, "factor": factor}
-    rope |= {key: values[name] for name, key in _SCALINGS[kind].items()}
+    rope |= {key: values[name] for name, key in SCALINGS[kind].items()}
     fields: dict[str, Any] = {"rope_scaling": rope}
     if kind == "dynamic":
         return fields | {"max_position_embeddings": original_positions}

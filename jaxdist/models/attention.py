@@ -1,4 +1,4 @@
-"""Grouped-query self-attention, the mixer of "global" and "local" layers.
+"""Grouped-query self-attention, the mixer of "global", "local" and "nope" layers.
 
 Letters: see `layers`.
 """
@@ -17,7 +17,7 @@ from jaxdist.config.annotations import NonNegativeFloat, NonNegativeInt, Positiv
 from jaxdist.models import layers
 from jaxdist.models.cache import LayerCache
 from jaxdist.models.parts import BlockConfig, Mixer
-from jaxdist.models.rotary import RotaryConfig, rotary_frequencies
+from jaxdist.models.rotary import RotaryConfig, query_growth, rotary_frequencies
 from jaxdist.ops.attention import attention
 from jaxdist.ops.attention_costs import attention_cost
 from jaxdist.ops.cached_attention import CACHE_DIMS, cached_attention
@@ -25,7 +25,8 @@ from jaxdist.ops.costs import Cost
 from jaxdist.parallel.execution import shard
 from jaxdist.protocols.model import Batch, BlockInfo, BlockOutput
 
-_KINDS = ("global", "local")  # of attention in `model.layer_pattern`
+_KINDS = ("global", "local", "nope")  # of attention in `model.layer_pattern`
+_QUERY_GROWTH = "query_growth"  # field of a block's info, [B, S, 1, 1]
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,15 @@ class Attention(Mixer):
         if c.qk_norm != "none":
             q = self.query_norm(q)
             k = self.key_norm(k)
-        if c.positions == "rotary":
+        if c.positions == "rotary" and info.kind != "nope":
             end = "_local" if info.kind == "local" and c.rope_theta_local else ""
             cos = info.fields[f"rotary_cos{end}"]
             sin = info.fields[f"rotary_sin{end}"]
             q = layers.rotate(q, cos, sin)
             k = layers.rotate(k, cos, sin)
+            if c.rope_query_growth:
+                growth = info.fields[_QUERY_GROWTH]
+                q = (q.astype(jnp.float32) * growth).astype(q.dtype)
         return q, k, v
 
     def options(self, info: BlockInfo) -> dict[str, Any]:
@@ -179,6 +183,8 @@ class Attention(Mixer):
             tables = rotary_frequencies(c.rotary_dims, c.rope_theta_local)
             cos, sin = layers.rotary_tables(positions, *tables)
             fields |= {"rotary_cos_local": cos, "rotary_sin_local": sin}
+        if c.rope_query_growth:
+            fields[_QUERY_GROWTH] = query_growth(positions, c)
         return fields
 
     @staticmethod
@@ -236,6 +242,7 @@ class Attention(Mixer):
             yield from _heads_faults(c)
             yield from _rotary_faults(c)
         yield from _window_faults(c)
+        yield from _position_faults(c)
 
 
 def _heads_faults(c: AttentionConfig) -> Iterator[str]:
@@ -276,6 +283,26 @@ def _window_faults(c: AttentionConfig) -> Iterator[str]:
                 f"model.{name}={value}: {pattern} has no local layers; set "
                 f"model.layer_pattern (local, or local,global) or model.{name}=0"
             )
+
+
+def _position_faults(c: AttentionConfig) -> Iterator[str]:
+    """Yields a message for each option of rotary positions that a model lacks."""
+    if c.positions == "learned" and "nope" in c.layer_pattern:
+        yield (
+            f"model.layer_pattern={','.join(c.layer_pattern)}: nope means attention "
+            f"without rotary positions, and model.positions=learned has none; write "
+            f"global"
+        )
+    if not c.rope_query_growth:
+        return
+    setting = f"model.rope_query_growth={c.rope_query_growth}"
+    if c.positions == "learned":
+        yield f"{setting} needs model.positions=rotary; set it to 0"
+    if not {"global", "local"} & {*c.layer_pattern}:
+        yield (
+            f"{setting}: model.layer_pattern={','.join(c.layer_pattern)} has no layers "
+            f"with rotary positions; set it to 0"
+        )
 
 
 def _head_norm(

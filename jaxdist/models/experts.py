@@ -31,7 +31,7 @@ from jaxdist.models.feed_forward import (
     feed_forward_cost,
 )
 from jaxdist.models.parts import Channel
-from jaxdist.ops.costs import Cost
+from jaxdist.ops.costs import Cost, Product
 from jaxdist.ops.experts import Routing, experts, experts_cost, explain, route
 from jaxdist.ops.experts.mixture import DOWN_NAMES, INPUT_NAMES
 from jaxdist.ops.matmul import project
@@ -66,6 +66,9 @@ class ExpertsConfig(FeedForwardConfig):
     experts_per_token: PositiveInt = 2  # experts that the router chooses for a token
     expert_d_ff: NonNegativeInt = 0  # width inside an expert; 0 = d_ff
     num_shared_experts: NonNegativeInt = 0  # further experts, which see all tokens
+    # whether a token scales its shared experts' output by the sigmoid of a learned
+    # product (Qwen2-MoE)
+    shared_expert_gate: bool = False
     # function that turns the router's logits into scores; DeepSeek-V3: sigmoid
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalise_top_k: bool = True  # divide a token's weights by their sum
@@ -137,6 +140,8 @@ class Experts(Channel):
         self.down = layers.normal(rngs, (E, F, D), c.output_std, DOWN_NAMES)
         if c.num_shared_experts:
             self.shared = shared
+        if c.shared_expert_gate:
+            self.shared_gate = layers.normal(rngs, (D, 1), std, ("d_model", None))
         if c.balance == "bias":
             self.choice_bias = nnx.Variable(jnp.zeros(E, jnp.float32))
         if c.balance == "batch":  # each expert's share of the last step's choices
@@ -166,7 +171,7 @@ class Experts(Channel):
         )
         y = layers.shard_and_name(out.x, "mlp_out", "batch", "residual", None)
         if hasattr(self, "shared"):
-            y = y + self.shared(x_BSD, info).x
+            y = y + self._shared_output(x_BSD, info)
         if weights is None:
             return BlockOutput(y)
         sums = out.stats
@@ -179,6 +184,18 @@ class Experts(Channel):
         if len(c.sparse_layers) < c.num_layers:
             stats[LAYER] = sums.exchanges * jax.nn.one_hot(info.layer, c.num_layers)
         return BlockOutput(y, self._aux(logits, routing, weights), stats)
+
+    def _shared_output(self, x_BSD: jax.Array, info: BlockInfo) -> jax.Array:
+        """Computes the output [B, S, D] of the shared experts, gated if configured.
+
+        As the router, the gate computes in float32.
+        """
+        y = self.shared(x_BSD, info).x
+        if not self.config.shared_expert_gate:
+            return y
+        (logits,) = project(x_BSD.astype(jnp.float32), self.shared_gate)
+        gate = shard(jax.nn.sigmoid(logits), "batch", "residual", None)
+        return (y.astype(jnp.float32) * gate).astype(y.dtype)
 
     def route(
         self, x_BSD: jax.Array, given_ids: jax.Array | None = None
@@ -278,6 +295,9 @@ class Experts(Channel):
         if c.num_shared_experts:
             hidden = c.num_shared_experts * c.expert_width
             yield feed_forward_cost(c, hidden, len(kinds))
+        if c.shared_expert_gate:
+            gate = (Product(c.d_model, 1),)
+            yield Cost(name="shared experts' gate", layers=len(kinds), products=gate)
 
     @staticmethod
     def choices(config: ExpertsConfig) -> list[str]:
@@ -333,6 +353,11 @@ class Experts(Channel):
             yield (
                 "model.bias=all: experts have no biases; set model.bias to none, qkv "
                 "or attention"
+            )
+        if c.shared_expert_gate and not c.num_shared_experts:
+            yield (
+                "model.shared_expert_gate=true: the model has no shared experts; set "
+                "model.num_shared_experts, or model.shared_expert_gate=false"
             )
         yield from _layer_faults(c)
         if c.expert_groups or c.expert_top_groups:

@@ -53,7 +53,7 @@ class RotaryConfig:
     # stretched
     rope_low_factor: float = 1.0
     rope_high_factor: float = 4.0  # llama3: turns above which it is not stretched
-    # all but linear: sequence length before the stretch
+    # all but linear, and rope_query_growth: sequence length before the stretch
     rope_original_positions: int = 8192
     # yarn: turns within the original length below which a frequency is fully stretched
     rope_beta_slow: float = 1.0
@@ -66,11 +66,24 @@ class RotaryConfig:
     rope_short_factor: tuple[PositiveFloat, ...] = ()
     # longrope: factor of each wavelength in longer sequences
     rope_long_factor: tuple[PositiveFloat, ...] = ()
+    # growth g of rotated queries beyond the original length O: at position p they are
+    # multiplied by 1 + g log(1 + floor(p / O)); 0 = none (Ministral 3: 0.1)
+    rope_query_growth: NonNegativeFloat = 0.0
 
     @property
     def stretches(self) -> bool:
         """Whether positions are stretched; longrope's lists need no factor for that."""
         return self.rope_factor != 1 or self.rope_scaling == "longrope"
+
+    @property
+    def read_names(self) -> set[str]:
+        """The options that have an effect, besides the base of the frequencies."""
+        names = set[str]()
+        if self.stretches:
+            names |= {"rope_factor", "rope_scaling", *READ[self.rope_scaling]}
+        if self.rope_query_growth:
+            names |= {"rope_query_growth", "rope_original_positions"}
+        return names
 
     def stretch_faults(self, dims: int) -> Iterator[str]:
         """Yields a message for each conflict of the stretch's options, with its fix.
@@ -90,14 +103,19 @@ class RotaryConfig:
             count = len(getattr(self, name))
             if count != required:
                 yield f"model.{name} has {count} numbers: {rule}"
-        if not self.stretches:
-            return
         original = self.rope_original_positions
-        if "rope_original_positions" in READ[scaling] and original < 2:
+        reader = ""
+        if self.rope_query_growth:
+            reader = f"model.rope_query_growth={self.rope_query_growth}"
+        if self.stretches and "rope_original_positions" in READ[scaling]:
+            reader = kind
+        if reader and original < 2:
             yield (
-                f"model.rope_original_positions={original}: {kind} needs the length of the "
+                f"model.rope_original_positions={original}: {reader} needs the length of the "
                 f"sequences before the stretch, >= 2"
             )
+        if not self.stretches:
+            return
         slow = self.rope_beta_slow
         fast = self.rope_beta_fast
         theta = self.rope_theta
@@ -138,7 +156,8 @@ class RotaryConfig:
           frequencies: number of frequencies of a head there.
         """
         depends_on_length = self.rope_scaling in ("yarn", "longrope", "dynamic")
-        if not depends_on_length or not self.stretches:
+        depends_on_length = depends_on_length and self.stretches
+        if not depends_on_length and not self.rope_query_growth:
             return {}
         values: dict[str, Any] = {
             "rope_original_positions": max(sequence_length // 2, 2)
@@ -149,6 +168,17 @@ class RotaryConfig:
                 step = len(factors) / frequencies
                 values[name] = tuple(factors[int(i * step)] for i in range(frequencies))
         return values
+
+
+def query_growth(positions_BS: jax.Array, config: RotaryConfig) -> jax.Array:
+    """Computes the factor of queries at each position, [B, S, 1, 1] in float32.
+
+    It makes attention to many tokens as sharp as to few (Llama 4's temperature). It is
+    1 up to the original length.
+    """
+    lengths = positions_BS // config.rope_original_positions
+    growth = config.rope_query_growth * jnp.log1p(lengths.astype(jnp.float32))
+    return 1 + growth[:, :, None, None]
 
 
 class Rotary(NamedTuple):

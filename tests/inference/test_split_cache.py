@@ -41,9 +41,11 @@ LOCAL = TransformerConfig(
     head_dim=8,
     init_std=0.4,
     window=6,
-    layer_pattern=("local", "global"),
+    layer_pattern=("local", "nope", "global"),
     attention_softcap=8.0,
     rope_theta_local=500.0,
+    rope_query_growth=0.5,
+    rope_original_positions=16,
 )
 STRETCHED = replace(
     LOCAL,

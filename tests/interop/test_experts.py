@@ -24,15 +24,21 @@ def test_a_converted_workdir_computes_the_same_and_goes_back(name, tmp_path):
     assert run_convert(source, work, "jaxdist") == 0
     run = loading.load_run(work)
     model = run.config.model
-    (load,) = trees.flatten_names(run.state.model_state).values()
+    (state,) = trees.flatten_names(run.state.model_state).values()
     dense = model["first_dense_layers"]
-    assert model["balance"] == "batch"
-    assert load.shape == (
+    assert state.shape == (
         3 - dense,
         model["num_experts"],
     )
-    assert dense == (name == "qwen3_moe")
-    np.testing.assert_allclose(load, 1 / model["num_experts"])
+    assert dense == (name in ("qwen3_moe", "qwen2_moe", "glm4_moe"))
+    if name == "glm4_moe":  # its folders hold biases
+        assert model["balance"] == "bias"
+        bias = load_all(source)["model.layers.2.mlp.gate.e_score_correction_bias"]
+        np.testing.assert_array_equal(state[1], bias)
+        assert np.ptp(bias) > 0.1
+    else:
+        assert model["balance"] == "batch"
+        np.testing.assert_allclose(state, 1 / model["num_experts"])
     tokens, expected = np.load(source / "tokens.npy"), np.load(source / "logits.npy")
     greedy = SamplingConfig(temperature=0.0, end_tokens=(10**6,))
     found = run._continue_rows(
@@ -44,7 +50,7 @@ def test_a_converted_workdir_computes_the_same_and_goes_back(name, tmp_path):
     ]
     assert (
         run_convert(
-            work, back, "huggingface", "--dtype", dtype, "--max-shard-gb", "0.00001"
+            work, back, "huggingface", "--dtype", dtype, "--max-shard-gb", "0.000005"
         )
         == 0
     )
@@ -63,6 +69,51 @@ def test_a_converted_workdir_computes_the_same_and_goes_back(name, tmp_path):
         "router_aux_loss_coef",
     }
     assert all(old.get(key) == new.get(key) for key in same)
+
+
+def test_biases_of_a_folder_need_their_balance(tmp_path):
+    """Another balance would send tokens to other experts."""
+    glm = FOLDERS / "glm4_moe"
+    found = parsed(flags(tmp_path, init__from_huggingface=glm)).model
+    assert found["balance"] == "bias"
+    values = interop.derive(interop.read_config(glm))[1] | {"balance": "batch"}
+    with pytest.raises(ConfigError) as refused:
+        interop.open_weights(glm, values, {})
+    (fault,) = refused.value.faults
+    assert "biases choose the experts of Glm4MoeForCausalLM" in fault
+    assert "set model.balance=bias" in fault
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", ["bias", "none"])
+def test_biases_are_trained_and_written_in_float32(balance, tmp_path, monkeypatch):
+    """A run without biases writes zeros, since files of this family have them."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    run, out = tmp_path / "run", tmp_path / "out"
+    glm = FOLDERS / "glm4_moe"
+    given = {"init__from_huggingface": glm, "data__validation_path": ""}
+    if balance == "none":
+        values = interop.derive(interop.read_config(glm))[1] | {"balance": "none"}
+        given |= {f"model__{name}": _flag(value) for name, value in values.items()}
+        given["init__from_huggingface"] = ""
+    assert train.main([*flags(tmp_path, **given), "--workdir", str(run)]) == 0
+    with pytest.raises(ConfigError, match="Glm4MoeForCausalLM has a tensor for"):
+        run_convert(run, tmp_path / "no", "huggingface", "--drop-choice-bias")
+    assert run_convert(run, out, "huggingface", "--dtype", "bfloat16") == 0
+    before, after = load_all(glm), load_all(out)
+    assert before.keys() == after.keys()
+    for name in before:
+        is_bias = name.endswith("e_score_correction_bias")
+        assert str(after[name].dtype) == ("float32" if is_bias else "bfloat16")
+        if is_bias and balance == "bias":  # two updates of 1e-3 each, less their mean
+            moved = np.abs(after[name] - before[name]).max()
+            assert 1e-4 < moved < 4e-3
+        if is_bias and balance == "none":
+            assert not after[name].any()
+
+
+def _flag(value):
+    return ",".join(map(str, value)) if isinstance(value, tuple) else value
 
 
 def flags(folder, **changes):

@@ -216,6 +216,12 @@ def test_bfloat16_files_come_back_bit_for_bit(imported, tmp_path):
     for key in before:
         assert before[key].tobytes() == after[key].tobytes()
         assert after[key].dtype == before[key].dtype
+    glm = imported("glm4_moe")[2]
+    _, after = written(glm, "glm4_moe", tmp_path / "glm", dtype="bfloat16")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    stored = load_all(FOLDERS / "glm4_moe")
+    assert after[name].tobytes() == stored[name].tobytes()  # in float32
+    assert str(after["model.norm.weight"].dtype) == "bfloat16"
 
 
 # --- reading shards -------------------------------------------------------------------
@@ -537,6 +543,241 @@ PUBLISHED = {
             "norm_eps": 1e-5,
         },
     ),
+    "OLMo 3": (
+        {
+            "model_type": "olmo3",
+            "num_hidden_layers": 8,
+            "attention_bias": False,
+            "rope_theta": 500000,
+            "sliding_window": 4096,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "attention_factor": 1.2079441541679836,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "rms_norm_eps": 1e-6,
+        },
+        {
+            "layer_pattern": ("local", "local", "local", "global"),
+            "window": 4096,
+            "rope_theta": 5e5,
+            "rope_theta_local": 5e5,  # no scaling there
+            "rope_scaling": "yarn",
+            "rope_factor": 8.0,
+            "rope_attention_factor": 1.2079441541679836,
+            "norm_position": "post",
+            "qk_norm": "projection",
+            "norm_eps": 1e-6,
+        },
+    ),
+    "SmolLM3": (
+        {
+            "model_type": "smollm3",
+            "num_key_value_heads": 4,
+            "rope_theta": 5000000.0,
+            "rope_scaling": None,
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 1, 1, 0],
+            "layer_types": ["full_attention"] * 4,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "max_window_layers": None,
+            "pretraining_tp": 2,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        {
+            "layer_pattern": ("global", "global", "global", "nope"),
+            "window": 0,
+            "rope_theta": 5e6,
+            "tie_embeddings": True,
+        },
+    ),
+    "SmolLM3 with windows": (
+        {
+            "model_type": "smollm3",
+            "no_rope_layer_interval": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "use_sliding_window": True,
+            "sliding_window": 128,
+        },
+        {
+            "layer_pattern": ("local", "nope"),
+            "window": 128,
+            "rope_theta": 2e6,
+        },
+    ),
+    "Seed-OSS": (
+        {
+            "model_type": "seed_oss",
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "mlp_bias": False,
+            "residual_dropout": 0.1,
+            "rope_scaling": {"rope_type": "default"},
+            "rope_theta": 10000000.0,
+            "pretraining_tp": 1,
+        },
+        {"bias": "qkv", "head_dim": 128, "rope_theta": 1e7, "norm_eps": 1e-6},
+    ),
+    "Seed-OSS with all biases": (
+        {"model_type": "seed_oss", "attention_out_bias": True},
+        {"bias": "attention", "num_kv_heads": 8, "head_dim": 128},
+    ),
+    "Ministral 3": (
+        {
+            "model_type": "ministral3",
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_type": "yarn",
+                "rope_theta": 1000000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "max_position_embeddings": 262144,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        {
+            "rope_query_growth": 0.1,
+            "rope_original_positions": 16384,
+            "rope_scaling": "yarn",
+            "rope_factor": 16.0,
+            "rope_theta": 1e6,
+            "rope_attention_factor": 1.0,
+            "head_dim": 128,
+        },
+    ),
+    "Ministral 3 by defaults": (
+        {"model_type": "ministral3"},
+        {"rope_query_growth": 0.1, "rope_factor": 16.0, "num_kv_heads": 8},
+    ),
+    "Phi-4": (
+        {
+            "model_type": "phi3",
+            "num_key_value_heads": 2,
+            "original_max_position_embeddings": 16384,
+            "max_position_embeddings": 16384,
+            "rope_theta": 250000,
+            "rope_scaling": None,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+        },
+        {"rope_theta": 250000.0, "window": 0, "rotary_fraction": 1.0},
+    ),
+    "Phi-4 mini": (
+        {
+            "model_type": "phi3",
+            "num_key_value_heads": 2,
+            "hidden_size": 128,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 4096,
+            "max_position_embeddings": 131072,
+            "rope_theta": 10000.0,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0] * 6,
+                "long_factor": [2.0] * 6,
+            },
+            "sliding_window": 262144,
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "lm_head_bias": False,
+            "full_attn_mod": 1,
+            "interpolate_factor": 1,
+        },
+        {"rotary_fraction": 0.75, "rope_scaling": "longrope", "tie_embeddings": True},
+    ),
+    "Qwen 2 MoE": (
+        {
+            "model_type": "qwen2_moe",
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 128,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "num_key_value_heads": 8,
+            "max_window_layers": 21,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "router_aux_loss_coef": 0.001,
+            "output_router_logits": False,
+            "rope_theta": 1000000.0,
+        },
+        {
+            "num_experts": 60,
+            "experts_per_token": 4,
+            "expert_d_ff": 32,
+            "num_shared_experts": 4,
+            "shared_expert_gate": True,
+            "normalise_top_k": False,
+            "bias": "qkv",
+            "window": 0,
+        },
+    ),
+    "Qwen 2 MoE with windows": (
+        {
+            "model_type": "qwen2_moe",
+            "use_sliding_window": True,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_key_value_heads": 8,
+        },
+        {"window": 64, "layer_pattern": ("local", "global"), "num_experts": 60},
+    ),
+    "GLM-4.5": (
+        {
+            "model_type": "glm4_moe",
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 1000000,
+            "rope_scaling": None,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "first_k_dense_replace": 3,
+            "moe_intermediate_size": 24,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_routed_experts": 160,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "num_nextn_predict_layers": 1,
+        },
+        {
+            "bias": "qkv",
+            "qk_norm": "head",
+            "rotary_fraction": 0.5,
+            "rope_theta": 1e6,
+            "first_dense_layers": 3,
+            "num_experts": 160,
+            "num_shared_experts": 1,
+            "shared_expert_gate": False,
+            "route_scale": 2.5,
+            "scores": "sigmoid",
+            "expert_groups": 0,
+        },
+    ),
+    "GLM-4.5 Air": (
+        {"model_type": "glm4_moe", "head_dim": 128, "attention_bias": True},
+        {"qk_norm": "none", "bias": "qkv", "rotary_fraction": 0.5, "num_kv_heads": 8},
+    ),
 }
 
 
@@ -611,6 +852,54 @@ def test_the_text_part_of_a_multimodal_gemma(tmp_path):
         (tmp_path / "tokens.npy").write_bytes((source / "tokens.npy").read_bytes())
         (tmp_path / "logits.npy").write_bytes((source / "logits.npy").read_bytes())
     assert compare(tmp_path)[0] <= 1e-5
+
+
+def test_the_text_part_of_a_multimodal_mistral(tmp_path):
+    """Ministral 3 is published so. The whole decides whether embeddings are tied."""
+    source = FOLDERS / "ministral3"
+    text = interop.read_config(source)
+    whole = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": text | {"tie_word_embeddings": True},
+        "tie_word_embeddings": False,
+        "vision_config": {"x": 1},
+        "image_token_index": 10,
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "vision_feature_layer": -1,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert interop.derive(interop.read_config(tmp_path)) == interop.derive(text)
+    renamed = {f"language_model.{key}": x for key, x in load_all(source).items()}
+    for name in ("vision_tower.x.weight", "multi_modal_projector.norm.weight"):
+        renamed[name] = np.zeros(3, np.float32)
+    save(renamed, tmp_path / SINGLE)
+    for name in ("tokens.npy", "logits.npy"):
+        shutil.copyfile(source / name, tmp_path / name)
+    assert compare(tmp_path)[0] <= 1e-5
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path, imported):
+    """GLM-4.5 has one behind its last layer; other layers must be known."""
+    source = FOLDERS / "glm4_moe"
+    stored = load_all(source)
+    extra = {name: x for name, x in stored.items() if ".layers.2." in name}
+    extra = {name.replace(".2.", ".3.", 1): x for name, x in extra.items()}
+    extra["model.layers.3.eh_proj.weight"] = np.zeros((16, 32), np.float32)
+    fields = interop.read_config(source) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    save(stored | extra, tmp_path / SINGLE)
+    at = opened(tmp_path)
+    for path, x in at.tensors.load(at.wanted).items():
+        np.testing.assert_array_equal(x, imported("glm4_moe")[2][path], err_msg=path)
+    written_fields = interop.fields_of(interop.derive(fields)[1], fields)[1]
+    assert written_fields["num_nextn_predict_layers"] == 0
+    one = {"model.layers.1.eh_proj.weight": np.zeros(3, np.float32)}
+    save(stored | one, tmp_path / SINGLE)
+    with pytest.raises(ConfigError, match="unexpected tensors: model.layers.1.eh_proj"):
+        opened(tmp_path)
 
 
 def save(tensors, file):
@@ -719,6 +1008,65 @@ REFUSED = {
         "num_key_value_heads=0: a whole number > 0 is required",
     ),
     "no head": ({"head_dim": 0}, "head_dim=0: a whole number > 0 is required"),
+    "rope of OLMo 3": (
+        {
+            "model_type": "olmo3",
+            "rope_parameters": {"full_attention": {"rope_type": "spiral"}},
+        },
+        "rope_parameters.full_attention.rope_type='spiral': not built; there are",
+    ),
+    "local rope of OLMo 3": (
+        {
+            "model_type": "olmo3",
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "linear", "factor": 2.0}
+            },
+        },
+        "rope_parameters.sliding_attention.rope_type='linear': not built; required",
+    ),
+    "base of OLMo 3": (
+        {"model_type": "olmo3", "rope_theta": 1e6},
+        "rope_theta=1000000.0: versions of transformers differ in local layers",
+    ),
+    "positions of SmolLM3": (
+        {"model_type": "smollm3", "no_rope_layers": [1, 0]},
+        "no_rope_layers=[1, 0]: required 0 or 1 for each of 4 layers",
+    ),
+    "windows of SmolLM3": (
+        {
+            "model_type": "smollm3",
+            "use_sliding_window": True,
+            "sliding_window": 8,
+        },
+        "layer 3 has neither rotary positions nor full attention",
+    ),
+    "unused windows of SmolLM3": (
+        {
+            "model_type": "smollm3",
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention"] * 4,
+        },
+        "sliding layers need use_sliding_window=true",
+    ),
+    "biases of Seed-OSS": (
+        {
+            "model_type": "seed_oss",
+            "attention_bias": False,
+            "attention_out_bias": True,
+        },
+        "attention_out_bias=True: not supported with attention_bias=false",
+    ),
+    "growth of Ministral 3": (
+        {
+            "model_type": "ministral3",
+            "rope_parameters": {"original_max_position_embeddings": 64},
+        },
+        "rope_parameters.llama_4_scaling_beta is missing",
+    ),
+    "parts of Phi-4": (
+        {"model_type": "phi3", "full_attn_mod": 2},
+        "full_attn_mod=2: not supported; required 1",
+    ),
     "not legal here": (
         {"num_key_value_heads": 3},
         "model.num_kv_heads=3 does not divide",
@@ -808,6 +1156,31 @@ REFUSED_EXPERTS = {
         "olmoe",
         {"shared_expert_intermediate_size": 8},
         "shared_expert_intermediate_size=8: this field",
+    ),
+    "shared, in part": (
+        "qwen2_moe",
+        {"shared_expert_intermediate_size": 12},
+        "shared_expert_intermediate_size=12: a multiple of moe_intermediate_size=8",
+    ),
+    "windows of unknown layers": (
+        "qwen2_moe",
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": None},
+        "use_sliding_window=True: versions of transformers differ",
+    ),
+    "groups": (
+        "glm4_moe",
+        {"n_group": 3},
+        "model.expert_groups=3 for model.num_experts=8: groups are equal",
+    ),
+    "no layer with experts": (
+        "glm4_moe",
+        {"first_k_dense_replace": 3},
+        "model.first_dense_layers=3 of model.num_layers=3 leaves no layer",
+    ),
+    "scores": (
+        "glm4_moe",
+        {"scoring_func": "softmax"},
+        "scoring_func='softmax': this field is not understood",
     ),
     "too many a token": (
         "mixtral",
@@ -916,6 +1289,35 @@ def test_an_unknown_architecture_with_llamas_fields_is_read_as_llamas():
             "qwen3_moe",
         ),
         ({"num_experts": 8, "qk_norm": "projection", "router_z_loss": 1e-3}, "olmoe"),
+        (
+            {
+                "layer_pattern": ("local", "global"),
+                "window": 8,
+                "norm_position": "post",
+                "qk_norm": "projection",
+            },
+            "olmo3",
+        ),
+        ({"layer_pattern": ("global", "nope")}, "smollm3"),
+        ({"rope_query_growth": 0.2}, "ministral3"),
+        (
+            {
+                "num_experts": 8,
+                "num_shared_experts": 2,
+                "shared_expert_gate": True,
+                "bias": "qkv",
+            },
+            "qwen2_moe",
+        ),
+        (
+            {
+                "num_experts": 8,
+                "num_shared_experts": 1,
+                "scores": "sigmoid",
+                "route_scale": 2.0,
+            },
+            "glm4_moe",
+        ),
     ],
 )
 def test_the_family_that_can_express_the_values_is_chosen(changes, family):

@@ -53,6 +53,13 @@ VARIANTS = {
         expert_top_groups=2,
         num_shared_experts=2,
     ),
+    "qwen2": replace(
+        MOE,
+        balance="none",
+        normalise_top_k=False,
+        num_shared_experts=2,
+        shared_expert_gate=True,
+    ),
     "plain": replace(
         MOE, balance="sequence", balance_weight=0.5, gated=False, activation="gelu"
     ),
@@ -122,7 +129,10 @@ def reference(part: Experts, x, info):
     y = jnp.einsum("bsef,efd,bse->bsd", hidden, part.down[...], gates)
     if c.num_shared_experts:
         s = part.shared
-        y += (jax.nn.silu(x @ s.gate[...]) * (x @ s.up[...])) @ s.down[...]
+        shared = (jax.nn.silu(x @ s.gate[...]) * (x @ s.up[...])) @ s.down[...]
+        if c.shared_expert_gate:
+            shared *= jax.nn.sigmoid(x @ part.shared_gate[...])
+        y += shared
     aux, shares = {}, scores / scores.sum(-1, keepdims=True)
     if c.balance == "sequence":
         total = 0.0

@@ -74,6 +74,16 @@ FAMILIES = {
         window=4,
         bias="attention",
     ),
+    "smollm 3, with queries that grow": replace(
+        TINY,
+        num_layers=4,
+        num_kv_heads=2,
+        layer_pattern=("nope", "local", "global"),
+        window=5,
+        rope_theta=100.0,
+        rope_query_growth=0.5,
+        rope_original_positions=4,
+    ),
     "phi": replace(
         TINY,
         norm="layer",
@@ -111,6 +121,8 @@ def turned(c: TransformerConfig, x_BSHN, kind: str):
     """Returns x with its first R dims rotated as complex numbers (first half + i second
     half).
     """
+    if kind == "nope":
+        return x_BSHN
     R = int(c.head_dim * c.rotary_fraction)
     own = kind == "local" and c.rope_theta_local
     speed = (c.rope_theta_local if own else c.rope_theta) ** -(
@@ -136,6 +148,9 @@ def attend(c: TransformerConfig, w, x, kind: str):
             rms(k, one + w["key_norm"]["scale"], axes),
         )
     q, k = turned(c, q, kind), turned(c, k, kind)
+    if kind != "nope":
+        lengths = np.arange(x.shape[1]) // c.rope_original_positions
+        q = q * (1 + c.rope_query_growth * np.log(1 + lengths))[None, :, None, None]
     k, v = (jnp.repeat(y, c.num_heads // c.num_kv_heads, 2) for y in (k, v))
     logits = jnp.einsum("bshn,bthn->bhst", q, k) * (
         c.attention_scale or 1 / np.sqrt(c.head_dim)
@@ -259,6 +274,12 @@ CHANGES = {
     "rope_theta_local": ("gemma 3", 0.0),
     "rope_factor": ("gemma 3", 1.0),
     "layer_pattern": ("gemma 2", ("global", "local")),
+    "rope_query_growth": ("smollm 3, with queries that grow", 0.0),
+    "rope_original_positions": ("smollm 3, with queries that grow", 5),
+    "nope": (
+        "smollm 3, with queries that grow",
+        {"layer_pattern": ("global", "local", "global")},
+    ),
 }
 
 
@@ -267,7 +288,8 @@ def test_each_value_without_parameters_changes_the_logits(field):
     """So the agreement above is one about these values, too."""
     name, other = CHANGES[field]
     parameters, tokens, _, logits, _ = compiled(name)
-    config = replace(FAMILIES[name], **{field: other})
+    changes = other if isinstance(other, dict) else {field: other}
+    config = replace(FAMILIES[name], **changes)
     assert worst(second_model(config, parameters, tokens), logits) > 1e-3
 
 

@@ -294,8 +294,36 @@ def test_dropout_keeps_the_mean_and_follows_the_sample_not_the_place():
             "required tuple of one of global, local",
         ),
         (
+            {
+                "layer_pattern": ("nope", "global"),
+                "positions": "learned",
+                "max_positions": 8,
+            },
+            "model.layer_pattern=nope,global: nope means attention without rotary",
+        ),
+        (
+            {"rope_query_growth": 0.1, "positions": "learned", "max_positions": 8},
+            "model.rope_query_growth=0.1 needs model.positions=rotary",
+        ),
+        (
+            {"rope_query_growth": 0.1, "layer_pattern": ("nope",)},
+            "model.layer_pattern=nope has no layers with rotary positions",
+        ),
+        (
+            {"rope_query_growth": 0.1, "rope_original_positions": 1},
+            "model.rope_query_growth=0.1 needs the length of the sequences",
+        ),
+        (
+            {"num_experts": 4, "shared_expert_gate": True},
+            "model.shared_expert_gate=true: the model has no shared experts",
+        ),
+        (
+            {"shared_expert_gate": True},
+            "model.shared_expert_gate=True needs experts",
+        ),
+        (
             {"layer_pattern": ()},
-            "model.layer_pattern: got (), required tuple of one of global, local of length >= 1",
+            "of length >= 1. Meaning: kinds of mixers",
         ),
         (
             {"layer_pattern": ("local",), "window": -1},

@@ -32,6 +32,7 @@ MODEL = replace(
     num_experts=8,
     expert_d_ff=24,
     num_shared_experts=1,
+    shared_expert_gate=True,
     dropout=0.1,
     router_z_loss=1e-2,
     num_kv_heads=2,

@@ -102,6 +102,66 @@ def configs(**changes):
             sliding_window=5,
         ),
         "olmoe": t.OlmoeConfig(**sizes, num_experts=4, num_experts_per_tok=2),
+        "olmo3": t.Olmo3Config(
+            **sizes,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"]
+            * (sizes["num_hidden_layers"] // 2)
+            + ["sliding_attention"] * (sizes["num_hidden_layers"] % 2),
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 8,
+            },
+        ),
+        "smollm3": t.SmolLM3Config(
+            **sizes,
+            no_rope_layers=[1, 0] * (sizes["num_hidden_layers"] // 2)
+            + [1] * (sizes["num_hidden_layers"] % 2),
+            rope_theta=50.0,
+        ),
+        "seed_oss": t.SeedOssConfig(**sizes, head_dim=8),
+        "ministral3": t.Ministral3Config(
+            **sizes,
+            head_dim=8,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "original_max_position_embeddings": 4,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        ),
+        "phi4": t.Phi3Config(
+            **sizes | {"hidden_size": 2 * sizes["hidden_size"]},
+            rope_theta=250_000.0,
+            max_position_embeddings=16_384,
+            original_max_position_embeddings=16_384,
+            sliding_window=None,
+        ),
+        "qwen2_moe": t.Qwen2MoeConfig(
+            **sizes,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=16,
+            mlp_only_layers=[0],
+        ),
+        "glm4_moe": t.Glm4MoeConfig(
+            **sizes,
+            head_dim=8,
+            attention_bias=True,
+            use_qk_norm=True,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            num_mtp_layers=0,
+        ),
         **deepseek(sizes),
     }
 
@@ -149,7 +209,8 @@ def deepseek(sizes):
     }
 
 
-BF16 = ("smollm", "qwen2", "phi3", "olmoe", "deepseek_v2")
+BF16 = ("smollm", "qwen2", "phi3", "olmoe", "seed_oss", "phi4", "qwen2_moe")
+BF16 += ("deepseek_v2",)
 SHARDED = ("llama", "gemma3", "mixtral")
 
 
@@ -163,12 +224,9 @@ def build(config, seed: int = 0, dtype: torch.dtype = torch.float32):
         for parameter in model.parameters():
             parameter.normal_(0, 0.25 if parameter.ndim > 1 else 0.5)
             parameter.copy_(parameter.to(dtype).float())
-        for name, buffer in model.named_buffers():
+        for name, bias in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                # Negative ones differ between versions of transformers: some give
-                # closed groups a score of 0.
-                buffer.uniform_(0, 0.5)
-                buffer.copy_(buffer.to(dtype).float())
+                bias.uniform_(0, 0.5)
     return model
 
 

@@ -20,7 +20,12 @@ from support.pipelines import LENGTH, MODEL, SEVEN, Case, batch_for, build
 
 # A place holds whole patterns: of two stages the last has one layer of padding.
 LOCAL = replace(
-    SEVEN, layer_pattern=("local", "global"), window=5, rope_theta_local=100.0
+    SEVEN,
+    layer_pattern=("local", "nope"),
+    window=5,
+    rope_theta_local=100.0,
+    rope_query_growth=0.5,
+    rope_original_positions=4,
 )
 # With weights that large (0.2), bfloat16 noise grows tenfold on its way through eight
 # layers.
