@@ -7,7 +7,7 @@ from jaxdist.interop.config_rules import Rule, Source, Values, spread
 
 _COUNTS = ("num_local_experts", "num_experts")  # synonyms in transformers 5
 _WIDTH = "moe_intermediate_size"
-_MAX_EXPERTS = 1_000_000  # of all layers together
+MAX_EXPERTS = 1_000_000  # of all layers together
 _MAX_PERIOD = 64  # layers of a pattern; a program holds each of them
 
 
@@ -37,8 +37,8 @@ def experts(
             source.refuse(
                 synonym, repeated, f"{main_key} is {num_experts}; leave out one of them"
             )
-        if values["num_layers"] * num_experts > _MAX_EXPERTS:
-            fault = f"at most {_MAX_EXPERTS:,} of all layers are supported"
+        if values["num_layers"] * num_experts > MAX_EXPERTS:
+            fault = f"at most {MAX_EXPERTS:,} of all layers are supported"
             num_experts = source.refuse(main_key, num_experts, fault, instead=1)
         return {
             "num_experts": num_experts,
@@ -162,8 +162,8 @@ def biased_experts(
 
     def read(source: Source, values: Values) -> dict[str, Any]:
         num_experts = source.count("n_routed_experts", count)
-        if values["num_layers"] * num_experts > _MAX_EXPERTS:
-            fault = f"at most {_MAX_EXPERTS:,} of all layers are supported"
+        if values["num_layers"] * num_experts > MAX_EXPERTS:
+            fault = f"at most {MAX_EXPERTS:,} of all layers are supported"
             num_experts = source.refuse("n_routed_experts", num_experts, fault, 1)
         groups = source.count("n_group", 1)
         top_groups = source.count("topk_group", 1)

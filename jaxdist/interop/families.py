@@ -9,6 +9,10 @@ d_model; the parameter is [d_model, head, head dim].
 stacks of all layers (and experts), so they have these dims first. Linear layers are
 stored (out, in), GPT-2's Conv1D (in, out). Source: the modelling code of transformers
 5.23.
+
+`~PATH` at the end of a line is for rotary dims of DeepSeek. The last entries of the
+parameter's last dim, as many as the last dim of PATH has, are halves that rotate
+together: x0, x1, ..., y0, y1, ... The file has them as pairs: x0, y0, x1, y1, ...
 """
 
 import itertools
@@ -18,8 +22,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from jaxdist.interop import config_rules as rule
-from jaxdist.interop import expert_rules
+from jaxdist.interop import expert_rules, latent_rules
 from jaxdist.interop.rotary_rules import (
     SCALINGS,
     gemma_rotary,
@@ -49,10 +55,39 @@ class TensorPart:
     dims: str  # a letter for each of the parameter's other dims
     # for each dim of the tensor the letters that it merges, the slowest first
     stored_dims: tuple[str, ...]
+    # parameter that tells how many of the last dim's last entries the file has as
+    # pairs; "" = none are
+    paired_like: str = ""
+    num_paired: int = 0  # their number, known once the shapes are
+
+    def in_stack(self, start: str, shapes: Shapes) -> "TensorPart":
+        """Makes the part for a stack of layers, whose paths begin with `start`."""
+        path = start + self.path.removeprefix(_BLOCKS)
+        if not self.paired_like:
+            return replace(self, path=path)
+        like = start + self.paired_like.removeprefix(_BLOCKS)
+        return replace(self, path=path, num_paired=shapes.get(like, (0,))[-1])
 
     def dim_sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
         """Finds the size of each letter for a parameter of this shape."""
         return dict(zip(self.dims, shape[self.stacked :], strict=True))
+
+    def places(self, size: int) -> np.ndarray:
+        """Lists where the file has each entry of the parameter's last dim.
+
+        Args:
+          size: the size of the dim.
+        """
+        places = np.arange(size)
+        first = size - self.num_paired
+        pairs = places[first:].reshape(-1, 2)
+        return np.concatenate([places[:first], pairs.T.reshape(-1)])
+
+    def in_file_order(self, values: np.ndarray) -> np.ndarray:
+        """Puts the entries of the last dim in the order of the file."""
+        if not self.num_paired:
+            return values
+        return values[..., np.argsort(self.places(values.shape[-1]))]
 
     def is_in(self, shapes: Shapes) -> bool:
         """Checks whether the parameter exists, with as many dims."""
@@ -111,10 +146,7 @@ class Stored:
                 yield self
             return
         for start, (first, step) in _stacks(shapes).items():
-            parts = tuple(
-                replace(part, path=start + part.path.removeprefix(_BLOCKS))
-                for part in self.parts
-            )
+            parts = tuple(part.in_stack(start, shapes) for part in self.parts)
             if parts[0].is_in(shapes):
                 yield replace(self, parts=parts, first=first, step=step)
 
@@ -160,6 +192,8 @@ class Family:
     # whether folders may hold layers behind the last one, which predict further tokens;
     # they are not read
     extra_layers: bool = False
+    # other values of model_type that are read as this family
+    synonyms: tuple[str, ...] = ()
 
     @property
     def has_choice_bias(self) -> bool:
@@ -246,11 +280,14 @@ def _stored(name: str, line: _Line) -> Stored:
 
 
 def _part(name: str, text: str) -> TensorPart:
+    text, _, paired_like = text.partition(" ~")
     path, dims, _, *stored_dims = text.split()
     stacked = name.count("{}")
     if stacked:
         path = _BLOCKS + path
-    return TensorPart(path, stacked, dims, tuple(stored_dims))
+    if paired_like:
+        paired_like = _BLOCKS + paired_like
+    return TensorPart(path, stacked, dims, tuple(stored_dims), paired_like)
 
 
 # --- tensors --------------------------------------------------------------------------
@@ -372,6 +409,24 @@ _MERGED_EXPERTS: dict[str, _Line] = {
     _L + "mlp.experts.down_proj": "mlp/down EFD -> E D F",
 }
 _MERGED = _EDGES | _ATTENTION | _PRE_NORMS | _MERGED_EXPERTS
+_ROTATED = " ~attention/rope_key"
+_LATENT: dict[str, _Line] = {
+    _L + "self_attn.q_proj.weight": "attention/query DHN -> HN D" + _ROTATED,
+    _L + "self_attn.q_a_proj.weight": "attention/query_down DQ -> Q D",
+    _L + "self_attn.q_a_layernorm.weight": "attention/query_down_norm/scale Q -> Q",
+    _L + "self_attn.q_b_proj.weight": "attention/query_up QHN -> HN Q" + _ROTATED,
+    _L + "self_attn.kv_a_proj_with_mqa.weight": (
+        0,
+        "attention/latent_down DC -> C D",
+        "attention/rope_key DR -> R D" + _ROTATED,
+    ),
+    _L + "self_attn.kv_a_layernorm.weight": "attention/latent_norm/scale C -> C",
+    _L + "self_attn.kv_b_proj.weight": "attention/latent_up CHX -> HX C",
+    _L + "self_attn.o_proj.weight": "attention/out HVD -> D HV",
+}
+_DEEPSEEK2_OTHERS = _EDGES | _LATENT | _PRE_NORMS | _MLP | _PLAIN_SHARED_EXPERTS
+_DEEPSEEK3_OTHERS = _DEEPSEEK2_OTHERS | _CHOICE_BIASES
+_ROUTED = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 _G = "transformer.h.{}."
 _GPT2: dict[str, _Line] = {
     "transformer.wte.weight": "embedding VD -> V D",
@@ -442,6 +497,13 @@ _GEMMA = (
     rule.attention_bias(),
     rule.only("use_bidirectional_attention", False, None),
     rule.implied(norm="rms_plus_one", norm_position="both"),
+)
+_DEEPSEEK = (
+    *_SIZES,
+    rule.activation("hidden_act", "silu"),
+    _EPS6,
+    _UNTIED,
+    rule.only("attention_bias", False),
 )
 
 LLAMA = Family(
@@ -723,5 +785,41 @@ _FAMILIES = (
         scores=False,
         extra_layers=True,
     ),
+    Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        (
+            *_DEEPSEEK,
+            latent_rules.sizes(query_rank=1536),
+            latent_rules.rotary(),
+            latent_rules.experts_of_v3(),
+            expert_rules.extra_layers("num_nextn_predict_layers", "num_mtp_layers"),
+        ),
+        _table(_DEEPSEEK3_OTHERS | _ROUTED),
+        other_forms=(_table(_DEEPSEEK3_OTHERS | _MERGED_EXPERTS),),
+        extra_layers=True,
+        synonyms=("kimi_k2",),
+    ),
+    Family(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        (
+            *_DEEPSEEK,
+            rule.only("mlp_bias", False),
+            latent_rules.sizes(query_rank=1536),
+            latent_rules.rotary(),
+            latent_rules.experts_of_v2(),
+        ),
+        _table(_DEEPSEEK2_OTHERS | _ROUTED),
+        other_forms=(_table(_DEEPSEEK2_OTHERS | _MERGED_EXPERTS),),
+    ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
+
+
+def family_of(model_type: Any) -> Family | None:
+    """Finds the family of a config.json's model_type; None if it is not known."""
+    for family in _FAMILIES:
+        if model_type in (family.model_type, *family.synonyms):
+            return family
+    return None

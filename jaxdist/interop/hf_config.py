@@ -5,15 +5,24 @@ Every field must be understood or known to have no effect on logits. Others are 
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.config import ConfigError, schema, suggest
+from jaxdist.interop import block_scales
 from jaxdist.interop.config_rules import Source, shortest_period, spread
 from jaxdist.interop.expert_rules import kinds_of, pattern_of
-from jaxdist.interop.families import CLASSIFIER, FAMILIES, LLAMA, Family
+from jaxdist.interop.families import CLASSIFIER, FAMILIES, LLAMA, Family, family_of
+from jaxdist.interop.latent_rules import KIND as LATENT
 from jaxdist.models import rotary
-from jaxdist.models.model_values import DEFAULTS, STRETCH, TRAINING, differing_values
+from jaxdist.models.model_values import (
+    DEFAULTS,
+    GROUPS,
+    STRETCH,
+    TRAINING,
+    differing_values,
+)
 from jaxdist.models.transformer_config import TransformerConfig
 from jaxdist.storage.untrusted import Malformed, read_json
 
@@ -116,13 +125,17 @@ def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
       ConfigError: fields are missing, not understood, or have unsupported values.
     """
     kind = config.get("model_type")
-    family = FAMILIES.get(str(kind), LLAMA)
-    is_known = family.model_type == kind
+    known_family = family_of(kind)
+    family = known_family or LLAMA
+    is_known = known_family is not None
     source = Source(config)
     values = dict[str, Any]()
     for rule in family.rules:
         values |= rule.read(source, values)
     faults = source.close(harmless=_is_harmless)
+    quantization = config.get("quantization_config")
+    if block_scales.is_fp8(quantization):
+        faults += block_scales.config_faults(quantization)
     if is_classifier(config):
         values["head"] = "score"
         faults += _label_faults(config)
@@ -136,7 +149,7 @@ def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
         if str(kind) in _UNLIKE_LLAMA:
             faults.append(f"model_type={kind!r}: {_UNLIKE_LLAMA[str(kind)]}")
     if not faults:
-        faults = schema.faults(TransformerConfig(**values), "model.")
+        faults = schema.faults(_config_of(values), "model.")
     if faults and not is_known:
         hint = suggest(str(kind), FAMILIES)
         known = (
@@ -146,6 +159,16 @@ def derive(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
     if faults:
         raise ConfigError(f"{CONFIG}: {fault}" for fault in faults)
     return family, canonical_values(values)
+
+
+def _config_of(values: Mapping[str, Any]) -> TransformerConfig:
+    """Makes the transformer's config of values, whose groups are mappings."""
+    groups = {
+        name: replace(default, **values[name])
+        for name, default in GROUPS.items()
+        if name in values
+    }
+    return TransformerConfig(**{**values, **groups})
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
@@ -168,6 +191,8 @@ def _label_faults(config: Mapping[str, Any]) -> list[str]:
 def _is_harmless(key: str, value: Any) -> bool:
     """Checks whether a field changes no logits."""
     if _HARMLESS.fullmatch(key):
+        return True
+    if key == "quantization_config" and block_scales.is_fp8(value):
         return True
     return not value and _OFF.fullmatch(key) is not None
 
@@ -254,14 +279,24 @@ def canonical_values(values: Mapping[str, Any]) -> dict[str, Any]:
     Args:
       values: fields of TransformerConfig; absent ones have their defaults.
     """
-    all_values = DEFAULTS | dict(values)
+    groups = {
+        name: vars(default) | dict(values.get(name, {}))
+        for name, default in GROUPS.items()
+    }
+    all_values = DEFAULTS | dict(values) | groups
     v = {name: value for name, value in all_values.items() if name not in _NO_FIELD}
     idle: list[str] = []  # names of values without effect
     kinds = spread(v["layer_pattern"], v["num_layers"])
     if not v["window"]:
         kinds = ["global" if kind == "local" else kind for kind in kinds]
     v["layer_pattern"] = shortest_period(kinds)
-    v["attention_scale"] = v["attention_scale"] or v["head_dim"] ** -0.5
+    head_dim = v["head_dim"]
+    if set(kinds) == {LATENT}:
+        head_dim = v[LATENT]["nope_dim"] + v[LATENT]["rope_dim"]
+        idle += ["head_dim", "num_kv_heads"]
+    if LATENT not in kinds:
+        v[LATENT] = vars(GROUPS[LATENT])
+    v["attention_scale"] = v["attention_scale"] or head_dim**-0.5
     if v["num_experts"]:
         v["expert_d_ff"] = v["expert_d_ff"] or v["d_ff"]
         first, pattern = pattern_of(kinds_of(v))

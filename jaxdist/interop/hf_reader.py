@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config import ConfigError
+from jaxdist.interop import block_scales
 from jaxdist.interop.families import SCORE, Family, Shapes, Stored, TensorPart
 from jaxdist.interop.hf_config import canonical_values, derive, read_config
-from jaxdist.interop.tensor_files import all_finite, open_tensors
+from jaxdist.interop.tensor_files import all_finite, slices_of
 from jaxdist.models.model_values import (
     DEFAULTS,
     differing_values,
@@ -89,6 +90,8 @@ class Tensors:
     def __init__(self, folder: Path | str, family: Family) -> None:
         self.folder = Path(folder)
         self.bytes_read = 0
+        # numbers of layers that predict further tokens and are not read
+        self.unread_layers: list[int] = []
         # tensors that the folder need not have: their parameters are not read
         self.absent: frozenset[str] = frozenset()
         self._handles: dict[str, Any] = {}  # slices of a tensor, by the table's name
@@ -96,21 +99,46 @@ class Tensors:
         faults: list[str] = []
         for file, listed in self._files().items():
             try:
-                opened = open_tensors(self.folder / file)
+                slices = slices_of(self.folder / file)
             except Malformed as error:
                 faults.append(f"{self.folder / file}: {error}; copy it again")
                 continue
-            names = set(opened.keys())
+            names = slices.keys()
             faults += _listed(f"{file} lacks what {INDEX} promises", listed - names)
             if listed:
                 faults += _listed(
                     f"{file} holds what {INDEX} does not list", names - listed
                 )
-            for name in names:
-                self._handles[family.canonical(name)] = opened.get_slice(name)
+            for name, tensor in slices.items():
+                self._handles[family.canonical(name)] = tensor
         if faults:
             raise ConfigError(faults)
+        config = read_config(folder)
+        if family.extra_layers:
+            self._leave_out_layers(config["num_hidden_layers"])
+        quantization = config.get("quantization_config")
+        self._handles, faults = block_scales.joined(self._handles, quantization)
+        if faults:
+            raise ConfigError(f"{self.folder}: {fault}" for fault in faults)
         self.family = family.form_of(self._handles)
+
+    def _leave_out_layers(self, first: int) -> None:
+        """Drops the tensors of a layer and those behind it."""
+        names = [name for name in self._handles if _layer_of(name) >= first]
+        for name in names:
+            del self._handles[name]
+        self.unread_layers = sorted({_layer_of(name) for name in names})
+
+    @property
+    def note(self) -> str:
+        """A line about layers that are not read; "" if all are."""
+        if not self.unread_layers:
+            return ""
+        numbers = ", ".join(map(str, self.unread_layers))
+        return (
+            f"{self.folder}: layer {numbers} is not read; "
+            "it predicts further tokens (num_nextn_predict_layers)"
+        )
 
     def _files(self) -> dict[str, set[str]]:
         """Lists the files, with the tensors that the index lists for each.
@@ -162,12 +190,10 @@ class Tensors:
         faults += _listed("missing tensors", expected.keys() - self._handles.keys())
         has_tied_head = "embedding" in shapes and "output" not in shapes
         unexpected = []
-        depth = 1 + max(map(_layer_of, expected), default=0)
         for name in self._handles.keys() - expected.keys():
             is_tied_head = has_tied_head and name == "lm_head.weight"
-            is_extra = self.family.extra_layers and _layer_of(name) >= depth
             is_ignored = re.search(self.family.ignored, name)
-            if not is_tied_head and not is_extra and not is_ignored:
+            if not is_tied_head and not is_ignored:
                 unexpected.append(name)
         faults += _listed("unexpected tensors", unexpected)
         for name in sorted(expected.keys() & self._handles.keys()):
@@ -288,6 +314,13 @@ class Tensors:
         block = _empty([stop - start for start, stop in ranges], x.dtype)
         sizes = part.dim_sizes(x.shape)
         range_of = dict(zip(part.dims, ranges[part.stacked :], strict=True))
+        # where the shard's entries of the last dim are in the range that is read
+        picked: np.ndarray | None = None
+        if part.num_paired:
+            last = part.dims[-1]
+            places = part.places(sizes[last])[slice(*range_of[last])]
+            range_of[last] = (int(places.min()), int(places.max()) + 1)
+            picked = places - places.min()
         runs = [_runs(group, sizes, range_of) for group in part.stored_dims]
         runs[stored.axis] = [
             slice(run.start + offset, run.stop + offset) for run in runs[stored.axis]
@@ -299,7 +332,10 @@ class Tensors:
             merged = self._read_runs(self._handles[name], runs)
             if not all_finite(merged):
                 self._not_finite.add(name)
-            block[position] = merged.reshape(shard_sizes).transpose(order)
+            values = merged.reshape(shard_sizes).transpose(order)
+            if picked is not None:
+                values = values[..., picked]
+            block[position] = values
         return block
 
     def _read_runs(

@@ -232,7 +232,8 @@ def _write_part(
     place = (*before, slice(start, start + shape[stored.axis]))
     ranges = [(0, size) for size in shapes[part.path]]
     for position, name in stored.names(ranges).items():
-        tensors[name][place] = value[position].transpose(order).reshape(shape)
+        values = part.in_file_order(value[position])
+        tensors[name][place] = values.transpose(order).reshape(shape)
 
 
 def _create_files(

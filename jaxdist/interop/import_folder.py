@@ -1,18 +1,18 @@
 """Reads a Hugging Face folder for a new workdir: config, tokenizer and weights."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxdist.config import trees
+from jaxdist.config import schema, trees
 from jaxdist.data import tokenizer_config
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import hf_config, hf_reader
-from jaxdist.interop.families import FAMILIES, Family
+from jaxdist.interop.families import Family, family_of
 from jaxdist.interop.hf_writer import KEPT
 from jaxdist.protocols.model_spec import ModelSpec
 from jaxdist.step.state import NO_OPT_STATE, State
@@ -38,6 +38,7 @@ class Folder:
     fields: dict[str, Any]  # fields of config.json
     family: Family
     values: dict[str, Any]  # values of model.*
+    notes: list[str] = field(default_factory=list)  # of tensors that were not read
 
     def copy_tokenizer(self, workdir: Path) -> bool:
         """Copies the folder's small files into a workdir.
@@ -64,7 +65,8 @@ class Folder:
         longest = values["max_positions"] or self.fields.get(
             "max_position_embeddings", MAX_SEQUENCE_LENGTH
         )
-        config = {f"model.{name}": value for name, value in values.items()}
+        options = schema.flatten(values)
+        config = {f"model.{name}": value for name, value in options.items()}
         if values["num_experts"]:
             has_bias = self.family.has_choice_bias
             config["model.balance"] = "bias" if has_bias else "batch"
@@ -103,7 +105,9 @@ class Folder:
         }
         wanted = parameters | biases
         shapes = {path: x.shape for path, x in wanted.items()}
-        arrays = hf_reader.open_weights(self.path, self.values, shapes).load(wanted)
+        tensors = hf_reader.open_weights(self.path, self.values, shapes)
+        self.notes.append(tensors.note)
+        arrays = tensors.load(wanted)
         model_state = {}
         if spec.model_state:
             model_state = jax.jit(lambda: spec.init_params(jax.random.key(0))[1])()
@@ -123,11 +127,11 @@ class Folder:
         architecture = self.family.architecture_for(self.values["head"])
         text = f"{spec.parameter_count:,} parameters, read as {architecture}"
         kind = self.fields.get("model_type")
-        if kind not in FAMILIES:
+        if family_of(kind) is None:
             text += f" ({kind!r} is not known: compare its logits)"
         if not has_tokenizer and not self._may_read_bytes:
             text += f"; it has no {TOKENIZER_FILE}: put one there for text"
-        return text
+        return "\n".join([text, *filter(None, self.notes)])
 
 
 def open_folder(path: Path, dtype: str) -> Folder:

@@ -19,7 +19,7 @@ from jaxdist.data.sources.source import TokenSource
 from jaxdist.data.sources.table import SOURCES
 from jaxdist.data.tokenizer import TOKENIZER_FILE
 from jaxdist.interop import peft
-from jaxdist.interop.families import FAMILIES
+from jaxdist.interop.families import family_of
 from jaxdist.interop.hf_config import derive, read_config
 from jaxdist.interop.hf_reader import Tensors, open_weights
 from jaxdist.models import registry
@@ -104,7 +104,9 @@ def _load(
     fields = read_config(tensors.folder)
     kind = fields.get("model_type")
     notes = []
-    if kind not in FAMILIES:
+    if tensors.note:
+        notes.append(tensors.note)
+    if family_of(kind) is None:
         notes.append(
             f"{tensors.folder}: {kind!r} is not known, and read as a llama: compare its logits"
         )

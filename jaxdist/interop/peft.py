@@ -319,6 +319,9 @@ def _read_module(
     if stored is None:
         yield f"{module} has an adapter, but no kernel of {family.model_type} has that name"
         return
+    if any(part.paired_like for part in stored.parts):
+        yield f"{module} has an adapter of rows that rotate in pairs, which is not read"
+        return
     paths = "".join(adapters)
     if "blocks/layer_0/" in paths or "first_blocks/" in paths:
         yield "adapters of a model with dense layers between those with experts are not read"
@@ -429,7 +432,8 @@ def _fused(
     b = np.zeros((ends[-1], rank * len(parts)), np.float32)
     for number, part in enumerate(parts):
         end = ends[stored.parts.index(part)]
-        block = adapters[f"{part.path}/lora_b"][layer].reshape(rank, -1).T
+        factor_b = part.in_file_order(adapters[f"{part.path}/lora_b"][layer])
+        block = factor_b.reshape(rank, -1).T
         b[end - len(block) : end, rank * number : rank * (number + 1)] = block
     a = np.concatenate(
         [np.asarray(factor, np.float32).reshape(-1, rank).T for factor in factors_a]

@@ -21,6 +21,12 @@ DEFAULTS = {
     for name, value in vars(TransformerConfig()).items()
     if not dataclasses.is_dataclass(value)
 }
+# Default values of the options that belong to a group, by the group's name.
+GROUPS = {
+    name: value
+    for name, value in vars(TransformerConfig()).items()
+    if dataclasses.is_dataclass(value)
+}
 # Names of values that do not change logits.
 TRAINING = frozenset(
     name

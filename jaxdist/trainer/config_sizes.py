@@ -26,6 +26,12 @@ def sized(config: ConfigDict, size: str | None) -> ConfigDict:
         tiny["model.num_kv_heads"] = 2
     if config.model.get("num_experts"):
         tiny |= _TINY_EXPERTS
+        if config.model.get("expert_groups"):
+            tiny |= {"model.expert_groups": 4, "model.expert_top_groups": 2}
+    if "latent" in config.model.layer_pattern:
+        tiny |= _TINY_LATENT
+        if config.model.latent.query_rank:
+            tiny["model.latent.query_rank"] = 48
     with config.ignore_type():
         config.update_from_flattened_dict(tiny)
     return config
@@ -55,4 +61,10 @@ _TINY_EXPERTS: dict[str, Any] = {
     "model.num_experts": 8,
     "model.experts_per_token": 2,
     "model.expert_d_ff": 128,
+}
+_TINY_LATENT: dict[str, Any] = {
+    "model.latent.kv_rank": 32,
+    "model.latent.nope_dim": 32,
+    "model.latent.rope_dim": 16,
+    "model.latent.value_dim": 32,
 }

@@ -20,6 +20,7 @@ from jaxdist.trainer import (
     compose,
     fine_tuning,
     layout_rules,
+    model_flops,
     run_config,
     validation,
     workdir,
@@ -40,7 +41,12 @@ PARAMETERS = {
     "dense_16b": 15_831_666_688,
     "mixtral_8x7b": 46_702_792_704,
     "qwen3_30b_a3b": 30_532_122_624,
+    # without the 14,848 and 1,664 biases of the choice, which are model state
+    "deepseek_v3": 671_026_419_200 - 58 * 256,
+    "moonlight_16b": 15_960_110_208 - 26 * 64,
 }
+# parameters of a token, in billions; Moonlight's paper counts no embeddings
+ACTIVE = {"deepseek_v3": 37, "moonlight_16b": 2.24 + 2 * 0.3355}
 
 
 def parse(*arguments: str) -> run_config.RunConfig:
@@ -50,6 +56,14 @@ def parse(*arguments: str) -> run_config.RunConfig:
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameter_counts_are_the_published_ones(name):
     assert goldens.spec_of(name).parameter_count == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_uses_the_published_part(name):
+    run = parse("--config", name)
+    active = model_flops.active_parameters(run, goldens.spec_of(name))
+    assert active / 1e9 == pytest.approx(ACTIVE[name], rel=0.02)
+    assert active < PARAMETERS[name] / 5
 
 
 def test_every_config_is_counted():

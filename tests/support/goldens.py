@@ -69,7 +69,7 @@ EXPERT_LAYOUTS = (
     MeshConfig(data=1, fsdp=8, expert=8),  # v5p-128
     MeshConfig(data=1, fsdp=2, tensor=2, expert=4),
 )
-OF_EXPERTS = ("mixtral_8x7b", "qwen3_30b_a3b")
+OF_EXPERTS = ("mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3", "moonlight_16b")
 # Variants with stages, as `name:argument`.
 STAGED = {
     "llama3_70b:pipeline": (

@@ -162,10 +162,55 @@ def configs(**changes):
             routed_scaling_factor=2.5,
             num_mtp_layers=0,
         ),
+        **deepseek(sizes),
+    }
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.75,
+    "original_max_position_embeddings": 8,
+}
+FP8 = "deepseek_v3_fp8"
+FP8_BLOCK = [4, 4]  # transformers needs blocks that divide the dims
+
+
+def deepseek(sizes):
+    """Returns the configs of latent attention: two dense and two sparse layers."""
+    t = transformers
+    own = sizes | {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": sizes["num_attention_heads"],
+        "max_position_embeddings": 32,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": 2,
+    }
+    v3 = own | {"q_lora_rank": 12, "n_group": 4, "topk_group": 2}
+    yarn = {"rope_parameters": YARN}
+    return {
+        "deepseek_v3": t.DeepseekV3Config(**v3, **yarn),
+        "moonlight": t.DeepseekV3Config(
+            **own, q_lora_rank=None, n_group=1, topk_group=1, rms_norm_eps=1e-5
+        ),
+        "deepseek_v2": t.DeepseekV2Config(**own, q_lora_rank=None, **yarn),
+        FP8: t.DeepseekV3Config(**v3),
     }
 
 
 BF16 = ("smollm", "qwen2", "phi3", "olmoe", "seed_oss", "phi4", "qwen2_moe")
+BF16 += ("deepseek_v2",)
 SHARDED = ("llama", "gemma3", "mixtral")
 
 
@@ -182,6 +227,52 @@ def build(config, seed: int = 0, dtype: torch.dtype = torch.float32):
         for name, bias in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 bias.uniform_(0, 0.5)
+    return model
+
+
+def quantise(folder: Path) -> None:
+    """Converts the matrices of a folder's layers to 8-bit floats and scales of blocks.
+
+    Also writes the values that transformers makes of them.
+    """
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, x in list(tensors.items()):
+        if x.ndim != 2 or ".layers." not in name or ".gate." in name:
+            continue
+        rows, columns = (n // size for n, size in zip(x.shape, FP8_BLOCK, strict=True))
+        blocks = x.reshape(rows, FP8_BLOCK[0], columns, FP8_BLOCK[1])
+        scales = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+        tensors[name] = codes.reshape(x.shape)
+        tensors[f"{name}_scale_inv"] = scales
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": FP8_BLOCK,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def dequantised(folder: Path):
+    """Returns transformers' model of a folder in 8-bit floats; writes its weights."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
+    plain = folder / "plain"
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.save_pretrained(plain)
+    from safetensors.numpy import load_file
+
+    np.savez(folder / "dequantised.npz", **load_file(plain / "model.safetensors"))
+    shutil.rmtree(plain)
     return model
 
 
@@ -217,9 +308,12 @@ def main() -> None:
         tokens = np.random.default_rng(seed).integers(
             0, config.vocab_size, (1 if name == "smollm" else 2, 12)
         )
-        logits = logits_of(model, tokens)
         size = LARGER.get(name, SHARD) if name in SHARDED else "1GB"
+        logits = logits_of(model, tokens)
         model.to(dtype).save_pretrained(folder, max_shard_size=size)
+        if name == FP8:
+            quantise(folder)
+            logits = logits_of(dequantised(folder), tokens)
         np.save(folder / "tokens.npy", tokens.astype(np.int32))
         np.save(folder / "logits.npy", logits)
         if name == "smollm":
