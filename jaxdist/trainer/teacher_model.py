@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, schema
+from jaxdist.config.annotations import TrainingOnly
 from jaxdist.models import registry
-from jaxdist.models.model_values import TRAINING
 from jaxdist.objectives.distill import distill_faults
 from jaxdist.trainer.run_config import RunConfig, from_config, model_defaults
 
@@ -53,7 +53,12 @@ def teacher_config(config: RunConfig) -> RunConfig:
             f"jaxdist; set {KEY} to another model"
         )
     if target == own_target:
-        values |= {name: x for name, x in config.model.items() if name in TRAINING}
+        options = schema.schema_of(registry.options_class(config.model_class))
+        values |= {
+            name: config.model[name]
+            for name, field in options.items()
+            if name in config.model and field.mark(TrainingOnly)
+        }
     model = model_defaults(target) | values
     return dataclasses.replace(config, model=from_config({"model": model}).model)
 
