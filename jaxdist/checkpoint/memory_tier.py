@@ -204,7 +204,9 @@ class MemoryTier:
         owners: dict[tuple[int, str], int] = {}
         holding: dict[tuple[int, str], set[int]] = defaultdict(set)
         for vote in votes:
-            self.bad += [BadCopy(*entry) for entry in vote["bad"]]
+            # processes of one host may have found the same file
+            found = [BadCopy(*entry) for entry in vote["bad"]]
+            self.bad += [copy for copy in found if copy not in self.bad]
             for step, owner, count, agreed in vote["files"]:
                 key = (step, agreed)
                 owners[key] = count
