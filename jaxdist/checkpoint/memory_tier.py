@@ -204,7 +204,9 @@ class MemoryTier:
         owners: dict[tuple[int, str], int] = {}
         holding: dict[tuple[int, str], set[int]] = defaultdict(set)
         for vote in votes:
-            self.bad += [BadCopy(*entry) for entry in vote["bad"]]
+            # processes of one host may have found the same file
+            found = [BadCopy(*entry) for entry in vote["bad"]]
+            self.bad += [copy for copy in found if copy not in self.bad]
             for step, owner, count, agreed in vote["files"]:
                 key = (step, agreed)
                 owners[key] = count
@@ -215,6 +217,13 @@ class MemoryTier:
             if set(range(owners[key])) <= holders[key].keys():
                 header = self._header_of(key, inventory, holding[key])
                 self._candidates.append(Candidate(header, holders[key]))
+        counts = Counter(step for step, _ in holders)
+        complete = {candidate.step for candidate in self._candidates}
+        self.bad += [
+            BadCopy(step, -1, "all hosts", "its parts are not of one save")
+            for step, count in counts.items()
+            if count > 1 and step not in complete
+        ]
 
     def _look_here(self, place: str) -> _Inventory:
         """Reads the headers of this host's files, and sets bad ones aside."""
@@ -518,16 +527,18 @@ class MemoryTier:
         deleted at the call after the next: all processes have read it by then.
         """
         client = coordination.kv_client()
-        if client is None:
-            return value
         self._values += 1
         key = f"{self._prefix}/{self._values}"
         if jax.process_index() == 0:
-            client.key_value_set(key, json.dumps(value))
-            client.key_value_delete(f"{self._prefix}/{self._values - 2}")
-            return value
-        with clock.timed(clock.WAIT):
-            text = client.blocking_key_value_get(key, 1000 * coordination.FOREVER_S)
+            text = json.dumps(value)
+            if client is not None:
+                client.key_value_set(key, text)
+                client.key_value_delete(f"{self._prefix}/{self._values - 2}")
+        else:
+            with clock.timed(clock.WAIT):
+                text = client.blocking_key_value_get(key, 1000 * coordination.FOREVER_S)
+        # The first process reads its own text, too: the value may have parts that
+        # training changes before a thread writes them.
         return json.loads(text)
 
     def save(self, step: int, arrays: Mapping[str, Any], decision: Decision) -> None:

@@ -90,6 +90,20 @@ def test_the_copy_is_taken_before_the_buffers_are_donated(tmp_path):
     assert_bitwise(restored.state, before)
 
 
+def test_metadata_that_training_changes_is_that_of_the_save(tmp_path):
+    state = make_state(mesh_of(4, 2), seed=3)
+    tier = tier_of(tmp_path)
+    tier.begin_branch()
+    changing = {"callbacks": {"seen": [1]}}
+    decision = tier.decide(allowed=True, sealed=0, metadata=changing, interval=0)
+    changing["callbacks"]["seen"].append(2)
+    tier.save(3, state_dict.to_canonical(state), decision)
+    tier.wait()
+    again = tier_of(tmp_path)
+    again.look()
+    assert again.newest_metadata(0) == {"callbacks": {"seen": [1]}}
+
+
 def test_arrays_in_the_memory_of_the_host_come_back_there(tmp_path):
     mesh = mesh_of(4, 1)
     kind = next(

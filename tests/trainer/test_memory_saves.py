@@ -363,6 +363,7 @@ def test_another_run_in_the_same_memory_is_left_alone(tmp_path, undisturbed):
     assert "another run" in bad["reason"]
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_workdir_leaves_the_memory_of_the_first_one(tmp_path):
     folder, memory = tmp_path / "run", tmp_path / "memory"
     crash(folder, memory, after=6)
@@ -380,6 +381,7 @@ def memory_of(folder: Path, memory: Path) -> Path:
     return memory_store.MemoryStore(memory, run=identity, branch="").folder
 
 
+@pytest.mark.slow
 def test_steps_of_a_history_that_was_left_do_not_count(tmp_path):
     """Without memory.json the run has left the history of the files."""
     folder, memory = tmp_path / "run", tmp_path / "memory"
