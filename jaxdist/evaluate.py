@@ -60,7 +60,7 @@ def _score_tasks(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _score_held_out(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Scores the run's held-out set, or the arrays of --data.
+    """Scores the run's held-out set, or the files of --data.
 
     Returns:
       The results as a JSON value, and as text.
@@ -70,16 +70,18 @@ def _score_held_out(flags: argparse.Namespace) -> tuple[dict[str, Any], str]:
         stored = workdir.read_config(
             flags.workdir, named=flags.target, trust_code=flags.trust_code
         )
+        if flags.data:
+            stored = held_out_set.on_files(stored, flags.data)
         held_out_set.check_stride(stored, flags.stride)
     run = loading.load_run(**options)
     watch = _show_progress()
-    data = None
-    if flags.data:
+    data: dict[str, Any] | str | None = flags.data
+    if _has_arrays(flags):
         data, *_ = npz.read(flags.data, "--data")
-    elif run.config.data.source == "stdlib" and int(run.state.step) == 0:
+    elif not data and run.config.data.source == "stdlib" and int(run.state.step) == 0:
         print(
             f"warning: {flags.workdir} was not trained and names no data, so this is the "
-            "loss on Python's standard library. Score tasks with --tasks, or arrays with "
+            "loss on Python's standard library. Score tasks with --tasks, or files with "
             "--data.",
             file=sys.stderr,
         )
@@ -110,18 +112,26 @@ def _check(flags: argparse.Namespace) -> None:
         faults.append(
             "--tasks-folder, --limit and --max-length go with --tasks; name some"
         )
-    if flags.data and (flags.tasks or flags.validation_tokens is not None):
+    if flags.data and flags.tasks:
+        faults.append("--data does not go with --tasks; leave out one")
+    if _has_arrays(flags) and flags.validation_tokens is not None:
         faults.append(
-            "--data is scored as a whole; leave out --tasks and --validation-tokens"
+            "--data has arrays, which are scored as a whole; leave out "
+            "--validation-tokens"
         )
     if flags.tasks and flags.validation_tokens is not None:
         faults.append("--validation-tokens does not go with --tasks; use --limit")
-    if flags.stride is not None and flags.data:
+    if flags.stride is not None and _has_arrays(flags):
         faults.append(
             "--stride is for documents of tokens, and --data are arrays; leave out one"
         )
     if faults:
         raise ConfigError(faults)
+
+
+def _has_arrays(flags: argparse.Namespace) -> bool:
+    """Tests whether --data names a file of arrays, not files of documents."""
+    return bool(flags.data) and flags.data.endswith(".npz")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,8 +153,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--data",
-        metavar="FILE.npz",
-        help="arrays to score, written by numpy.savez "
+        metavar="FILES",
+        help="files to score: documents as in data.path, in the run's data.format; or "
+        "arrays, a FILE.npz written by numpy.savez "
         "(default: the run's held-out data; runs of jaxdist.fit have none)",
     )
     add(

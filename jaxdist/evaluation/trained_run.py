@@ -564,7 +564,7 @@ class TrainedRun:
 
     def evaluate(
         self,
-        data: Mapping[str, Any] | None = None,
+        data: Mapping[str, Any] | str | None = None,
         *,
         validation_tokens: int | None = None,
         stride: int | None = None,
@@ -573,9 +573,10 @@ class TrainedRun:
         """Computes the exact loss over the run's held-out set, and the model's metrics.
 
         Args:
-          data: {entry: [N, ...]} to score instead. Runs of `jaxdist.fit` need it.
+          data: {entry: [N, ...]} to score instead, which runs of `jaxdist.fit` need; or
+            files, as `data.path` has them, in the format of the run's data.
           validation_tokens: number of targets to score, 0 = all; None: the run's
-            data.validation_tokens.
+            data.validation_tokens, or all of other files.
           stride: score each document by itself, in windows that move by this many
             tokens. Then every token but a document's first sequence_length - stride is
             scored after at least that many tokens. None: documents are packed as in

@@ -10,9 +10,9 @@ import pytest
 
 from jaxdist import evaluate, library
 from jaxdist.config import ConfigError
-from jaxdist.evaluation import loading
+from jaxdist.evaluation import held_out_set, loading
 from jaxdist.parallel.mesh import MeshConfig
-from jaxdist.trainer import exit_code
+from jaxdist.trainer import compose, exit_code
 from support.inference import (  # noqa: F401  pytest finds the fixtures here
     WORDS,
     alone_fixture,
@@ -150,6 +150,50 @@ def test_a_stride_that_cannot_be_is_refused(trained, capsys, flags, fault):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert fault in line
+
+
+def test_the_command_scores_other_files(trained, alone, here, command, documents):
+    file = documents[0]
+    flags = ("--workdir", trained[0], "--json", "--data", file)
+    code, out, _ = command(evaluate.main, *flags)
+    found = json.loads(out)
+    assert code == 0
+    wanted = on(here, file).evaluate()
+    assert found == json.loads(json.dumps(wanted._asdict())) | {"stride": None}
+    assert found["tokens"] > sum(SIZES) // 2
+    assert found["loss"] != pytest.approx(here.evaluate().loss, abs=1e-4)
+    _, out, _ = command(evaluate.main, *flags, "--stride", 8)
+    wanted = on(here, file).evaluate(stride=8)
+    assert json.loads(out)["loss"] == pytest.approx(wanted.loss, rel=1e-6)
+    _, out, _ = command(evaluate.main, *flags, "--validation-tokens", 50)
+    assert json.loads(out)["tokens"] == 50
+
+
+def test_other_files_may_be_texts(alone, tmp_path):
+    text = " ".join(WORDS * 20)
+    (tmp_path / "a.txt").write_text(text)
+    found = alone.evaluate(str(tmp_path / "*.txt"))
+    # a token is a byte, and no target is before the first
+    assert len(text) - LENGTH_S <= found.tokens <= len(text) + 1
+    assert found.perplexity == pytest.approx(math.exp(found.loss))
+
+
+@pytest.mark.parametrize(
+    ("changes", "files", "fault"),
+    [
+        ({"data.source": "digits"}, "a.txt", "not on documents; give arrays"),
+        (
+            {"objective.name": "dpo", "data.format": "preferences"},
+            "pairs.jsonl",
+            "known for its own pairs only",
+        ),
+        ({"data.format": "chat"}, "a.txt", "data a.txt: data.format=chat"),
+    ],
+)
+def test_files_of_another_kind_are_refused(here, changes, files, fault):
+    config = compose.with_overrides(here.config, changes)
+    with pytest.raises(ConfigError, match=fault):
+        held_out_set.on_files(config, files)
 
 
 def test_texts_are_scored_in_the_same_windows(alone, scores, documents):
