@@ -15,7 +15,7 @@ from jaxdist.parallel import execution
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import Batch, as_metrics, has_metrics
 from jaxdist.protocols.model_spec import ModelSpec, Tree
-from jaxdist.protocols.objective import Terms, TokenObjective
+from jaxdist.protocols.objective import Terms
 from jaxdist.step import model_checks, reduction
 from jaxdist.step.assembly import assemble_model, names_of
 from jaxdist.step.evaluation import LossSums
@@ -28,7 +28,7 @@ from jaxdist.step.gradients import (
     sum_gradients,
 )
 from jaxdist.step.loss_scale import factor
-from jaxdist.step.objective_fields import aux_over_targets
+from jaxdist.step.objective_fields import aux_counts, aux_over_targets
 from jaxdist.step.prepare import build_prepare, build_terms
 from jaxdist.step.state import Metrics, State
 from jaxdist.step.step_config import STEPS, StepConfig, key_of
@@ -137,15 +137,14 @@ def build_evaluate(
             arrays, batch = prepare(state.modules, arrays, batch)
             trainable, model_state, frozen = arrays
             _, (loss, _) = loss_of(trainable, model_state, frozen, batch, None)
-            counts = dict.fromkeys(loss.aux, loss.count)
-            if isinstance(spec.objective, TokenObjective):
-                counts |= spec.objective.aux_counts(batch)
+            counts = dict.fromkeys((*loss.aux, *loss.metrics), loss.count)
+            counts |= aux_counts(spec, batch)
             for name in aux_over_targets(spec, batch):
                 counts[name] = batch["weights"].sum()
             others = {
                 f"aux/{name}": (value, counts[name]) for name, value in loss.aux.items()
             }
-            others |= {name: (x, loss.count) for name, x in loss.metrics.items()}
+            others |= {name: (x, counts[name]) for name, x in loss.metrics.items()}
             if model_has_metrics:
                 if staging:
                     trainable, model_state, frozen = map(staging.flat, arrays)
