@@ -24,6 +24,7 @@ from jaxdist.interop.hf_config import derive, read_config
 from jaxdist.interop.hf_reader import Tensors, open_weights
 from jaxdist.models import registry
 from jaxdist.models.model_values import POSITIONS, differing_values
+from jaxdist.models.multi_token import belongs_to_modules
 from jaxdist.trainer.weight_source import (
     ImpliedConfig,
     LoadedWeights,
@@ -55,9 +56,16 @@ class HuggingFaceFolder:
     def open(self, target: Target) -> OpenedWeights:
         """Opens the tensors and checks their shapes; see `WeightSource.open`."""
         folder = Path(target.config.init.from_huggingface).expanduser()
-        shapes = {path: x.shape for path, x in target.parameters.items()}
+        shapes = {path: x.shape for path, x in _in_folder(target).items()}
         tensors = open_weights(folder, target.config.model_options, shapes)
         return OpenedWeights(tensors.sizes(), partial(_load, target, tensors))
+
+
+def _in_folder(target: Target) -> dict[str, jax.ShapeDtypeStruct]:
+    """Selects the parameters that a folder has: all but those of further tokens."""
+    return {
+        path: x for path, x in target.parameters.items() if not belongs_to_modules(path)
+    }
 
 
 def _tokenizer_of(
@@ -94,7 +102,12 @@ def _load(target: Target, tensors: Tensors) -> LoadedWeights:
         )
     length = target.config.batch.sequence_length
     notes += _length_warnings(length, target.config.model_options, fields)
-    values = tensors.load(target.parameters, target.store, target.stored_by_layer)
+    parameters = _in_folder(target)
+    if len(parameters) < len(target.parameters):
+        notes.append(
+            "model.multi_token: the folder has no such modules; they are random"
+        )
+    values = tensors.load(parameters, target.store, target.stored_by_layer)
     return LoadedWeights(values, note="\n".join(notes), small_files=tensors.folder)
 
 

@@ -13,7 +13,7 @@ Letters: see `layers`.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,10 @@ from jaxdist.protocols.model import (
 )
 from jaxdist.protocols.objective import COUNT_PER_AUX
 
-if TYPE_CHECKING:
-    from jaxdist.models.transformer_config import TransformerConfig
-
 # Name of the loss among aux terms, times its weight, and among metrics.
 LOSS = "mtp_loss"
+# Attribute of the model that has the modules.
+ATTRIBUTE = "multi_token"
 # Beginning of the names of aux terms and stats of the modules' blocks.
 PREFIX = "mtp_"
 
@@ -51,13 +50,26 @@ class MultiTokenConfig:
     """Options of multi-token prediction."""
 
     # modules, each of which predicts one further token; 0 = none; DeepSeek-V3: 1
-    depth: NonNegativeInt = 0
+    depth: Annotated[NonNegativeInt, TrainingOnly()] = 0
     # factor of the modules' mean loss in the objective; DeepSeek-V3: 0.3, then 0.1
     weight: Annotated[PositiveFloat, TrainingOnly()] = 0.3
 
 
-def block_config(config: "TransformerConfig") -> "TransformerConfig":
-    """Makes the config of a model that has only layers of the last layer's kind."""
+def belongs_to_modules(path: str) -> bool:
+    """Checks whether a parameter or state, "multi_token/depth_1/...", is a module's.
+
+    The model decodes without them. So weights without them fit the model, and an export
+    leaves them out.
+    """
+    return path.startswith(f"{ATTRIBUTE}/")
+
+
+def block_config(config: Any) -> Any:
+    """Makes the config of a model that has only layers of the last layer's kind.
+
+    Args:
+      config: a `TransformerConfig`, and so is the result.
+    """
     last = config.num_layers - 1
     return replace(
         config,
@@ -75,7 +87,7 @@ class TokenModule(nnx.Module):
       rngs: random streams for the parameters.
     """
 
-    def __init__(self, config: "TransformerConfig", rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Any, rngs: nnx.Rngs) -> None:
         c = block_config(config)
         mixer = MIXERS[c.layer_pattern[0]]
         channel = CHANNELS[c.feed_forward_pattern[0]]
@@ -118,7 +130,7 @@ class MultiToken(nnx.Module):
       rngs: random streams for the parameters.
     """
 
-    def __init__(self, config: "TransformerConfig", rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Any, rngs: nnx.Rngs) -> None:
         self.weight = config.multi_token.weight
         self.first_layer = config.num_layers
         for depth in range(1, config.multi_token.depth + 1):

@@ -142,7 +142,7 @@ class TransformerConfig(ExpertsConfig, AttentionConfig):
             return []
         products = (Product(2 * self.d_model, self.d_model),)
         costs = [Cost(name="multi-token projection", layers=depth, products=products)]
-        block = block_config(self)
+        block: TransformerConfig = block_config(self)
         for part in block.parts:
             kinds = block._kinds(0, part) * depth
             costs += part.costs(block, kinds, sequence_length)
