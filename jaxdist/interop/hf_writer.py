@@ -25,6 +25,7 @@ from jaxdist.data import tokenizer_config
 from jaxdist.interop import hf_config
 from jaxdist.interop.families import Family, Shapes, Stored, TensorPart
 from jaxdist.interop.hf_reader import INDEX, SINGLE, stored_shapes, unmapped
+from jaxdist.models.multi_token import belongs_to_modules
 from jaxdist.storage.untrusted import Malformed, of_kind, read_json
 
 KEPT = tokenizer_config.HUGGINGFACE
@@ -82,12 +83,16 @@ class CheckpointWeights:
         self._backend = manager.preload().OrbaxBackend(timeout_s=600)
 
     def _named(self, group: str) -> dict[str, str]:
-        """Maps the paths of a group's arrays to their names in the checkpoint."""
+        """Maps the paths of a group's arrays to their names in the checkpoint.
+
+        Modules of multi-token prediction are left out.
+        """
         prefix = f"{group}/"
         return {
             name.removeprefix(prefix): name
             for name in self._arrays
             if name.startswith(prefix)
+            and not belongs_to_modules(name.removeprefix(prefix))
         }
 
     def check_choices(self, family: Family) -> None:

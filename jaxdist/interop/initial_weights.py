@@ -24,6 +24,7 @@ from jaxdist.interop.hf_config import derive, read_config
 from jaxdist.interop.hf_reader import Tensors, open_weights
 from jaxdist.models import registry
 from jaxdist.models.model_values import POSITIONS, differing_values
+from jaxdist.models.multi_token import belongs_to_modules
 from jaxdist.trainer.weight_source import (
     ImpliedConfig,
     LoadedWeights,
@@ -71,7 +72,14 @@ def wanted_arrays(folder: Path, target: Target) -> dict[str, jax.ShapeDtypeStruc
     """
     family, _ = derive(read_config(folder))
     model_state = trees.flatten_names(target.abstract.model_state)
-    return target.parameters | family.choice_biases(model_state)
+    return _in_folder(target) | family.choice_biases(model_state)
+
+
+def _in_folder(target: Target) -> dict[str, jax.ShapeDtypeStruct]:
+    """Selects the parameters that a folder has: all but those of further tokens."""
+    return {
+        path: x for path, x in target.parameters.items() if not belongs_to_modules(path)
+    }
 
 
 def _tokenizer_of(
@@ -112,6 +120,10 @@ def _load(
         )
     length = target.config.batch.sequence_length
     notes += _length_warnings(length, target.config.model_options, fields)
+    if any(belongs_to_modules(path) for path in target.parameters):
+        notes.append(
+            "model.multi_token: the folder has no such modules; they are random"
+        )
     values = tensors.load(wanted, target.store, target.stored_by_layer)
     return LoadedWeights(values, note="\n".join(notes), small_files=tensors.folder)
 

@@ -40,8 +40,23 @@ STRETCH = tuple(name for name in POSITIONS if name != "rope_theta")
 
 
 def for_logits(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops the values that only training reads."""
-    return {name: value for name, value in values.items() if name not in TRAINING}
+    """Drops the values that only training reads, and groups of nothing else."""
+    return _for_logits(values, "")
+
+
+def _for_logits(values: Mapping[str, Any], group: str) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        path = f"{group}{name}"
+        if path in TRAINING:
+            continue
+        if not isinstance(value, Mapping):
+            kept[name] = value
+            continue
+        inner = _for_logits(value, f"{path}.")
+        if inner or not value:
+            kept[name] = inner
+    return kept
 
 
 def differing_values(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ from jaxdist.models.block import Block
 from jaxdist.models.cache import Cache, LayerCache
 from jaxdist.models.channels import CHANNELS
 from jaxdist.models.mixers import MIXERS
+from jaxdist.models.multi_token import PREFIX, MultiToken, split_stats
 from jaxdist.models.transformer_config import TransformerConfig, all_parts
 from jaxdist.ops import cached_attention as cached
 from jaxdist.ops.attention_reference import soft_capped
@@ -40,6 +41,8 @@ from jaxdist.protocols.model import (
     BlockInfo,
     LayerGroup,
     Loss,
+    Recompute,
+    Transform,
     embedded,
     infos_of,
     layers_before,
@@ -49,6 +52,7 @@ from jaxdist.protocols.model import (
     shared_fields,
     stack,
     staged_loss,
+    unchanged,
 )
 
 
@@ -59,6 +63,7 @@ class Transformer(nnx.Module):
     # ops cast kernels to the compute dtype; parameters stay float32
     casts_itself = True
     sums_over_samples = True  # so gradients need to cross `data` only once a step
+    head_has_layers = True  # those of multi-token prediction
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         c = self.config = config
@@ -89,6 +94,8 @@ class Transformer(nnx.Module):
             self.output = layers.normal(
                 rngs, (c.d_model, c.vocab_size), c.init_std, ("d_model", "vocab")
             )
+        if c.multi_token.depth:
+            self.multi_token = MultiToken(c, rngs)
 
     def loss(self, batch: Batch, key: jax.Array | None) -> Loss:
         """Computes the next-token loss; key None means no dropout."""
@@ -108,13 +115,17 @@ class Transformer(nnx.Module):
                 layers_seen.update(part.stat_names)
                 if values:
                     part.update(values)
+        if self.config.multi_token.depth:
+            self.multi_token.update(stats)
 
     @staticmethod
     def stats_metrics(stats: Mapping[str, jax.Array]) -> dict[str, Any]:
         """Computes the metrics of a step from its stats."""
+        of_blocks, of_modules = split_stats(stats)
         for part in all_parts():
-            stats = part.stats_metrics(stats)
-        return dict(stats)
+            of_blocks = part.stats_metrics(of_blocks)
+            of_modules = part.stats_metrics(of_modules)
+        return of_blocks | {PREFIX + name: x for name, x in of_modules.items()}
 
     def prepare(self, batch: Batch) -> dict[str, jax.Array]:
         """Computes the fields that the parts of all blocks read (rotary tables)."""
@@ -139,8 +150,22 @@ class Transformer(nnx.Module):
             x = x + embed(self.position_embedding, batch["positions"])
         return layers.residual(x)
 
-    def head(self, x_BSD: jax.Array, batch: Batch) -> Loss:
+    def head(
+        self,
+        x_BSD: jax.Array,
+        batch: Batch,
+        key: jax.Array | None = None,
+        transform: Transform | Recompute = unchanged,
+    ) -> Loss:
         """Computes the next-token loss from the last block's output.
+
+        With `model.multi_token.depth` the loss has further terms, see `multi_token`.
+
+        Args:
+          x_BSD: last block's output.
+          batch: fields by name.
+          key: random key of the step; None: the head is deterministic.
+          transform: wraps the functions of the head's layers, for rematerialisation.
 
         Raises:
           ConfigError: the model scores tokens, and does not predict them.
@@ -160,7 +185,34 @@ class Transformer(nnx.Module):
             **self._head_options,
         )
         aux = {"z_loss": z_sum} if z_loss else {}
-        return Loss(total, batch["weights"].sum(), aux)
+        loss = Loss(total, batch["weights"].sum(), aux)
+        if not self.config.multi_token.depth:
+            return loss
+        terms = self.multi_token.terms(
+            x_BSD,
+            batch,
+            key,
+            transform,
+            embed=self.embed,
+            fields_of=partial(shared_fields, self),
+            sum_loss=self._sum_loss,
+        )
+        return terms._replace(sum=loss.sum, count=loss.count, aux=aux | terms.aux)
+
+    def _sum_loss(
+        self, normed_BSD: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array
+    ) -> jax.Array:
+        """Sums the weighted losses of targets, without the z-loss."""
+        total, _ = cross_entropy(
+            normed_BSD, self._head_kernel, targets_BS, weights_BS, **self._head_options
+        )
+        return total
+
+    def aux_counts(self, batch: Batch) -> dict[str, jax.Array]:
+        """Counts the targets of multi-token prediction, which its loss is divided by."""
+        if not self.config.multi_token.depth:
+            return {}
+        return self.multi_token.target_counts(batch)
 
     @property
     def _head_kernel(self) -> nnx.Param[jax.Array]:
@@ -238,8 +290,13 @@ class Transformer(nnx.Module):
 
     def head_only(self) -> list[str]:
         """Lists the options in use that `head` reads and `token_terms` ignores."""
-        z_loss = self.config.z_loss
-        return [f"model.z_loss={z_loss}"] if z_loss else []
+        options = []
+        if self.config.z_loss:
+            options.append(f"model.z_loss={self.config.z_loss}")
+        depth = self.config.multi_token.depth
+        if depth:
+            options.append(f"model.multi_token.depth={depth}")
+        return options
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """Computes float32 logits [B, S, V] from the last block's output.

@@ -23,6 +23,7 @@ from jaxdist.models.channels import CHANNELS, ChannelKind
 from jaxdist.models.experts import ExpertsConfig
 from jaxdist.models.latent_attention import LatentConfig
 from jaxdist.models.mixers import MIXERS, MixerKind
+from jaxdist.models.multi_token import MultiTokenConfig, block_config
 from jaxdist.models.parts import Part
 from jaxdist.ops.costs import Cost, Product, model_flops
 from jaxdist.ops.cross_entropy import cross_entropy_cost
@@ -57,6 +58,8 @@ class TransformerConfig(ExpertsConfig, LatentConfig):
     logit_softcap: NonNegativeFloat = 0.0  # logits = cap * tanh(logits / cap); 0 = none
     # tokens per device scored at once; 0 = all
     loss_chunk: Annotated[NonNegativeInt, TrainingOnly(), Resume("harmless")] = 1024
+    # modules that predict further tokens, as a training aid
+    multi_token: MultiTokenConfig = MultiTokenConfig()
 
     @property
     def max_length(self) -> int | None:
@@ -114,6 +117,8 @@ class TransformerConfig(ExpertsConfig, LatentConfig):
         names = [
             name for part in self.parts for name in part.tensor_parallel_dims(self)
         ]
+        if self.multi_token.depth:
+            names.append("d_model")
         return tuple(dict.fromkeys([*names, "vocab_size"]))
 
     def costs(self, sequence_length: int) -> list[Cost]:
@@ -128,7 +133,21 @@ class TransformerConfig(ExpertsConfig, LatentConfig):
                     continue
                 for cost in part.costs(self, kinds, sequence_length):
                     costs.append(replace(cost, in_blocks=in_blocks))
-        return [*costs, self._head_cost()]
+        return [*costs, self._head_cost(), *self._multi_token_costs(sequence_length)]
+
+    def _multi_token_costs(self, sequence_length: int) -> list[Cost]:
+        """Lists the costs of multi-token prediction, whose blocks run with the head."""
+        depth = self.multi_token.depth
+        if not depth:
+            return []
+        products = (Product(2 * self.d_model, self.d_model),)
+        costs = [Cost(name="multi-token projection", layers=depth, products=products)]
+        block: TransformerConfig = block_config(self)
+        for part in block.parts:
+            kinds = block._kinds(0, part) * depth
+            costs += part.costs(block, kinds, sequence_length)
+        costs.append(replace(self._head_cost(), layers=depth))
+        return [replace(cost, in_blocks=False) for cost in costs]
 
     def _kinds(self, layer: int, part: type[Part]) -> list[str]:
         """Lists the kind of the layer that stands for this part; [] if it lacks it."""
@@ -171,6 +190,8 @@ class TransformerConfig(ExpertsConfig, LatentConfig):
             values["loss_chunk"] = 64  # several chunks on any layout
         for part in self.parts:
             values |= part.tiny(self, sequence_length)
+        depth = min(self.multi_token.depth, 2)  # the second reads the first
+        values["multi_token"] = replace(self.multi_token, depth=depth)
         # each kind of layer once
         values["layer_pattern"] = tuple(dict.fromkeys(self.layer_pattern))
         # whole patterns on two stages
@@ -184,6 +205,22 @@ class TransformerConfig(ExpertsConfig, LatentConfig):
         for part in all_parts():
             yield from part.faults(self)
         yield from self._group_faults()
+        yield from self._multi_token_faults()
+
+    def _multi_token_faults(self) -> Iterator[str]:
+        depth = self.multi_token.depth
+        default = MultiTokenConfig()
+        if not depth and self.multi_token.weight != default.weight:
+            yield (
+                f"model.multi_token.weight={self.multi_token.weight} has no effect: "
+                f"model.multi_token.depth=0 predicts no further tokens; set "
+                f"model.multi_token.depth=1, or leave the weight out"
+            )
+        if depth and self.head == "score":
+            yield (
+                f"model.multi_token.depth={depth} predicts tokens, and model.head=score "
+                f"does not; set model.multi_token.depth=0, or model.head=language"
+            )
 
     def _group_faults(self) -> Iterator[str]:
         first = self.first_dense_layers

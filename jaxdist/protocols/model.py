@@ -25,6 +25,13 @@ Optional parts:
 - `LayerGroup`s, if layers of unequal parameters repeat: `blocks` is a stack of them.
 - `first_blocks` is a stack of layers that come first. It runs in the same place as the
   embedding, and returns neither aux terms nor stats.
+- `head_has_layers = True`, if the head applies layers (`apply_layer`). It is then called
+  as `head(x, batch, key, transform)`, with the step's random key and the wrapper of the
+  layers' functions.
+- `aux_counts(batch)` counts, over a whole batch, what aux terms and metrics of the head
+  are divided by: name -> scalar, for those whose count is not that of the loss. The
+  count of the loss is then the sum of `weights`. The head multiplies such a term by
+  the field `count_per_aux/NAME` of the batch, if it is there (see `protocols.objective`).
 
 A class sets `sums_over_samples = True` if its loss is a sum over samples: each term of
 `sum`, `count`, `aux` and `stats` depends on one sample only, and on its random numbers.
@@ -398,6 +405,24 @@ def _as_function(graph: Any) -> Block:
     return apply
 
 
+def apply_layer(
+    layer: nnx.Module,
+    x: jax.Array,
+    info: BlockInfo,
+    transform: Transform | Recompute = unchanged,
+) -> BlockOutput:
+    """Applies a layer that is in no stack, such as one of the head.
+
+    Args:
+      layer: the layer, whose parameters have no stack dim.
+      x: input of the layer, [B, S, D].
+      info: values that the layer reads.
+      transform: wraps the layer's function, see `run_blocks`.
+    """
+    graph, parameters = nnx.split(layer)
+    return Recompute.of(transform).layer(_as_function(graph))(parameters, x, info)
+
+
 def apply_block(block: Any, x: jax.Array, info: BlockInfo) -> BlockOutput:
     """Applies a block.
 
@@ -452,8 +477,24 @@ def pattern_of(blocks: Any) -> tuple[str, ...]:
     return pattern
 
 
-def head_loss(model: Any, x: jax.Array, batch: Batch) -> Loss:
-    """Computes the loss of a staged model by its own head."""
+def head_loss(
+    model: Any,
+    x: jax.Array,
+    batch: Batch,
+    key: jax.Array | None = None,
+    transform: Transform | Recompute = unchanged,
+) -> Loss:
+    """Computes the loss of a staged model by its own head.
+
+    Args:
+      model: the staged model.
+      x: output of the last block, [B, S, D].
+      batch: fields by name.
+      key: random key of the step, for layers of the head; None: they are deterministic.
+      transform: wraps the functions of the head's layers, for rematerialisation.
+    """
+    if getattr(model, "head_has_layers", False):
+        return as_loss(model.head(x, batch, key, transform), batch)
     return as_loss(model.head(x, batch), batch)
 
 
@@ -473,7 +514,7 @@ def staged_loss(
         `run_blocks`.
     """
     output = staged_output(model, batch, key, transform)
-    loss = head_loss(model, output.x, batch)
+    loss = head_loss(model, output.x, batch, key, transform)
     return with_block_sums(loss, output.aux, output.stats)
 
 

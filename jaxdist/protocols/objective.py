@@ -48,7 +48,7 @@ TERM_METHODS = {
 # divided by the objective's count. See `TokenObjective.row_losses`.
 TARGETS_PER_COUNT = "targets_per_count"
 # Prefix of such fields for aux terms with a count of their own: the objective's count in
-# the whole batch, divided by that of the term. See `TokenObjective.aux_counts`.
+# the whole batch, divided by that of the term. See `Objective.counts_of_aux`.
 COUNT_PER_AUX = "count_per_aux/"
 # The same for metrics with a count of their own. See `TokenObjective.metric_counts`.
 COUNT_PER_METRIC = "count_per_metric/"
@@ -160,8 +160,35 @@ class Objective(ABC):
                 f"off, or set counts_targets = True in {name} if its count is "
                 f"the sum of `weights`"
             )
-        loss = self.head_loss(policy, output.x, batch)
+        loss = self.loss_of_output(policy, output.x, batch, key, transform)
         return with_block_sums(loss, output.aux, output.stats)
+
+    def loss_of_output(
+        self,
+        policy: Any,
+        x: jax.Array,
+        batch: Batch,
+        key: jax.Array | None,
+        transform: Transform | Recompute = unchanged,
+    ) -> Loss:
+        """Computes the loss from the last block's output, with the head's layers.
+
+        By default it is `head_loss`, which applies no layers. See `batch_loss`.
+        """
+        return self.head_loss(policy, x, batch)
+
+    def counts_of_aux(self, policy: Any, batch: Batch) -> dict[str, jax.Array]:
+        """Counts what aux terms of the loss are divided by, over a whole batch.
+
+        Args:
+          policy: the model, perhaps with abstract arrays.
+          batch: fields by name.
+
+        Returns:
+          A scalar for each term whose count is not the objective's. It depends on the
+          fields of the data alone.
+        """
+        return {}
 
     def can_count_targets(self, batch: Batch) -> bool:
         """Checks whether sums over tokens can be divided by the count of targets."""
@@ -194,6 +221,24 @@ class NextToken(Objective):
     def head_loss(self, policy: Any, x: jax.Array, batch: Batch) -> Loss:
         """Computes the loss with the policy's head."""
         return head_loss(policy, x, batch)
+
+    def loss_of_output(
+        self,
+        policy: Any,
+        x: jax.Array,
+        batch: Batch,
+        key: jax.Array | None,
+        transform: Transform | Recompute = unchanged,
+    ) -> Loss:
+        """Computes the loss with the policy's head, and with the head's layers."""
+        return head_loss(policy, x, batch, key, transform)
+
+    def counts_of_aux(self, policy: Any, batch: Batch) -> dict[str, jax.Array]:
+        """Asks the policy, whose head computes the terms."""
+        if not hasattr(policy, "aux_counts"):
+            return {}
+        counts: dict[str, jax.Array] = policy.aux_counts(batch)
+        return counts
 
     def faults(self, policy: Any, staged: bool) -> Iterator[str]:
         """Yields nothing: every staged model has a head."""
@@ -276,11 +321,13 @@ class TokenObjective(Objective):
     def aux_counts(self, batch: Batch) -> dict[str, jax.Array]:
         """Counts what aux terms of `sample_loss` are divided by, over a whole batch.
 
-        Returns:
-          A scalar for each term whose count is not the objective's. It depends on the
-          fields of the data alone.
+        See `counts_of_aux`.
         """
         return {}
+
+    def counts_of_aux(self, policy: Any, batch: Batch) -> dict[str, jax.Array]:
+        """Counts the terms of `sample_loss`, of which the policy knows nothing."""
+        return self.aux_counts(batch)
 
     def metric_counts(self, batch: Batch) -> dict[str, jax.Array]:
         """Counts what metrics of `sample_loss` are divided by, over a whole batch.

@@ -17,7 +17,7 @@ from jaxdist.parallel.pipeline.executor import pipeline_sums
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.parallel.pipeline.stage import Pipeline
 from jaxdist.parallel.pipeline.stage_params import StageParams
-from jaxdist.parallel.remat import RematConfig, recompute
+from jaxdist.parallel.remat import RematConfig, recompute, rematerialised
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.dim_names import Names
 from jaxdist.protocols.model import Batch, Loss
@@ -183,8 +183,7 @@ def build_pipelined(
     program = staging.program()
     names = names_of(spec)
 
-    def score(model: Any, x: jax.Array, microbatch: Batch, number: jax.Array) -> Loss:
-        return spec.objective.head_loss(model, x, microbatch)
+    transform = partial(rematerialised, policy=staging.edge_remat)
 
     def pipelined(
         trainable: Tree,
@@ -197,6 +196,10 @@ def build_pipelined(
     ) -> tuple[Tree, tuple[Loss, Tree]]:
         params = StageParams(trainable, frozen, model_state)
         microbatches = split_batch(batch, staging.microbatches)
+
+        def score(model: Any, x: jax.Array, part: Batch, number: jax.Array) -> Loss:
+            return spec.objective.loss_of_output(model, x, part, key, transform)
+
         pipeline = Pipeline(staging, program, build_assemble(spec, compute, key), score)
         gradients, loss = pipeline_sums(
             pipeline, params, names, microbatches, key, scale, sums, backward=backward

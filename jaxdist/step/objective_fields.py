@@ -92,24 +92,17 @@ def ratios_of_counts(spec: ModelSpec, batch: Batch) -> dict[str, jax.Array]:
     Returns:
       The fields by name; {} if none is needed.
     """
-    objective = spec.objective
-    if not isinstance(objective, TokenObjective):
-        return {}
     own_counts = {
-        COUNT_PER_AUX + name: count
-        for name, count in objective.aux_counts(batch).items()
+        COUNT_PER_AUX + name: count for name, count in aux_counts(spec, batch).items()
     }
     own_counts |= {
         COUNT_PER_METRIC + name: count
-        for name, count in objective.metric_counts(batch).items()
+        for name, count in metric_counts(spec, batch).items()
     }
     over_targets = aux_over_targets(spec, batch)
     if not own_counts and not over_targets:
         return {}
-    _, terms = _policy_outputs(spec, batch)
-    # The counts do not depend on the values of the terms.
-    zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in terms.items()}
-    counts = objective.row_losses(zeros, batch).count
+    counts = _row_counts(spec, batch)
     count = counts.sum()
     fields = {}
     for name, own_count in own_counts.items():
@@ -119,6 +112,30 @@ def ratios_of_counts(spec: ModelSpec, batch: Batch) -> dict[str, jax.Array]:
         ratio = batch["weights"].sum() / count
         fields[TARGETS_PER_COUNT] = jnp.full(len(counts), ratio)
     return fields
+
+
+def aux_counts(spec: ModelSpec, batch: Batch) -> dict[str, jax.Array]:
+    """Counts what aux terms are divided by whose count is not the objective's."""
+    return spec.objective.counts_of_aux(spec.abstract_model, batch)
+
+
+def metric_counts(spec: ModelSpec, batch: Batch) -> dict[str, jax.Array]:
+    """Counts what metrics are divided by whose count is not the objective's."""
+    objective = spec.objective
+    if not isinstance(objective, TokenObjective):
+        return {}
+    return objective.metric_counts(batch)
+
+
+def _row_counts(spec: ModelSpec, batch: Batch) -> jax.Array:
+    """Counts what the loss is divided by, for each row, [B]."""
+    objective = spec.objective
+    if not isinstance(objective, TokenObjective):
+        return batch["weights"].sum(1)
+    _, terms = _policy_outputs(spec, batch)
+    # The counts do not depend on the values of the terms.
+    zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in terms.items()}
+    return objective.row_losses(zeros, batch).count
 
 
 def aux_over_targets(spec: ModelSpec, batch: Batch) -> list[str]:

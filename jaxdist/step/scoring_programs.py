@@ -8,11 +8,15 @@ from jaxdist.parallel import execution
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.model import Batch, as_metrics, has_metrics
 from jaxdist.protocols.model_spec import ModelSpec
-from jaxdist.protocols.objective import Terms, TokenObjective
+from jaxdist.protocols.objective import Terms
 from jaxdist.step.assembly import assemble_model
 from jaxdist.step.evaluation import LossSums
 from jaxdist.step.gradients import SumsFunction
-from jaxdist.step.objective_fields import aux_over_targets
+from jaxdist.step.objective_fields import (
+    aux_counts,
+    aux_over_targets,
+    metric_counts,
+)
 from jaxdist.step.prepare import build_prepare, build_terms
 from jaxdist.step.state import State
 from jaxdist.step.step_config import StepConfig
@@ -54,19 +58,14 @@ def build_evaluate(
             arrays, batch = prepare(state.modules, arrays, batch)
             trainable, model_state, frozen = arrays
             _, (loss, _) = loss_of(trainable, model_state, frozen, batch, None)
-            counts = dict.fromkeys(loss.aux, loss.count)
-            metric_counts = dict.fromkeys(loss.metrics, loss.count)
-            if isinstance(spec.objective, TokenObjective):
-                counts |= spec.objective.aux_counts(batch)
-                metric_counts |= spec.objective.metric_counts(batch)
+            counts = dict.fromkeys((*loss.aux, *loss.metrics), loss.count)
+            counts |= aux_counts(spec, batch) | metric_counts(spec, batch)
             for name in aux_over_targets(spec, batch):
                 counts[name] = batch["weights"].sum()
             others = {
                 f"aux/{name}": (value, counts[name]) for name, value in loss.aux.items()
             }
-            others |= {
-                name: (x, metric_counts[name]) for name, x in loss.metrics.items()
-            }
+            others |= {name: (x, counts[name]) for name, x in loss.metrics.items()}
             if model_has_metrics:
                 if staging:
                     trainable, model_state, frozen = map(staging.flat, arrays)

@@ -57,6 +57,13 @@ def component_faults(config: RunConfig) -> Iterator[str]:
             )
     if not train.epochs:  # else the steps are known once the data is open
         yield from warmup_faults(config.optimizer, train.steps)
+    further = getattr(config.model_config, "multi_token", None)
+    if config.lora.rank and further is not None and further.depth:
+        yield (
+            f"model.multi_token.depth={further.depth}: lora.rank={config.lora.rank} "
+            f"leaves the weights of these modules as they are, and so they learn "
+            f"nothing; set model.multi_token.depth=0, or lora.rank=0"
+        )
     if config.lora.from_peft and not config.init.from_huggingface:
         yield "lora.from_peft needs the model that it adapts; set init.from_huggingface"
 

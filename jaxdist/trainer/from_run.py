@@ -27,6 +27,7 @@ from jaxdist.models.model_values import (
     gets_new_head,
     without_changes,
 )
+from jaxdist.models.multi_token import belongs_to_modules
 from jaxdist.step.state import State
 from jaxdist.trainer import fine_tuning, source_run
 from jaxdist.trainer.run_config import RunConfig, model_defaults
@@ -296,6 +297,16 @@ def _match(target: Target, source: SourceRun, info: StepInfo) -> Match:
             for path, name in stored_names.items()
             if path.partition(trees.SEPARATOR)[0] != _LANGUAGE_HEAD
         }
+    new_modules = {
+        path for path in wanted if belongs_to_modules(path) and path not in stored_names
+    }
+    unused_modules = {
+        path for path in stored_names if belongs_to_modules(path) and path not in wanted
+    }
+    wanted = {path: x for path, x in wanted.items() if path not in new_modules}
+    stored_names = {
+        path: name for path, name in stored_names.items() if path not in unused_modules
+    }
     faults = _model_faults(config, stored_config)
     if source_has_adapters and not has_adapters:
         faults.append(_merge_fault(source, stored_config))
@@ -323,6 +334,10 @@ def _match(target: Target, source: SourceRun, info: StepInfo) -> Match:
         summary = "the moving average of the weights"
     if new_head:
         summary += ", a random score"
+    if new_modules:
+        summary += ", random modules of multi-token prediction"
+    if unused_modules:
+        summary += ", without its modules of multi-token prediction"
     return Match(
         names=names,
         arrays=arrays,

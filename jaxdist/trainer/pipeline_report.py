@@ -24,7 +24,15 @@ from jaxdist.parallel.pipeline.schedules.simulator import (
 )
 from jaxdist.parallel.pipeline.schedules.table import Schedule, build_schedule
 from jaxdist.parallel.sharding import Rules, axes_in
-from jaxdist.protocols.model import Batch, embedded
+from jaxdist.protocols.model import (
+    Batch,
+    Block,
+    BlockOutput,
+    Transform,
+    embedded,
+    head_loss,
+    unchanged,
+)
 from jaxdist.protocols.model_spec import Tree
 from jaxdist.protocols.objective import TokenObjective
 from jaxdist.telemetry.flops import jaxpr_flops
@@ -115,14 +123,17 @@ def _forward_and_backward(
     """Counts the FLOPs per token of parts of the model, forward and backward.
 
     Returns:
-      The FLOPs of a block, of embedding and head together, and of `first_blocks`.
+      The FLOPs of a block; of embedding and head together; and of the layers beside the
+      stack, which are `first_blocks` and those of the head.
     """
     config = composition.config
     spec = composition.spec
     total = policy_flops(config, spec)["causal"]
     batch = batch_shapes(config, 1)
 
-    def count_edges(embed: Callable[[Any, Batch], jax.Array]) -> float:
+    def count_edges(
+        embed: Callable[[Any, Batch], jax.Array], transform: Transform = unchanged
+    ) -> float:
         def edges(
             trainable: Tree, model_state: Tree, frozen: Tree, batch: Batch
         ) -> Any:
@@ -130,18 +141,28 @@ def _forward_and_backward(
             x = embed(model, batch)
             if isinstance(spec.objective, TokenObjective):
                 return spec.objective.terms_of_policy(model, x, batch)
-            return model.head(x, batch)
+            return head_loss(model, x, batch, None, transform)
 
         counted = jaxpr_flops(
             jax.make_jaxpr(edges)(spec.trainable, spec.model_state, spec.frozen, batch)
         )
         return 3 * counted / targets_per_sample(config)
 
-    edges = count_edges(lambda model, batch: model.embed(batch))
-    first = 0.0
+    with_layers = count_edges(lambda model, batch: model.embed(batch))
+    edges = with_layers
+    if getattr(spec.model_class, "head_has_layers", False):
+        edges = count_edges(lambda model, batch: model.embed(batch), _skipped)
+    first = with_layers - edges
     if "first_blocks" in spec.trainable | spec.frozen:
-        first = count_edges(lambda model, batch: embedded(model, batch, None)) - edges
+        first += (
+            count_edges(lambda model, batch: embedded(model, batch, None)) - with_layers
+        )
     return (total - edges - first) / num_layers, edges, first
+
+
+def _skipped(layer: Block) -> Block:
+    """Replaces a layer by the identity, to count the FLOPs of what is beside it."""
+    return lambda parameters, x, info: BlockOutput(x)
 
 
 def lines(composition: Composition) -> Iterator[str]:
@@ -173,7 +194,7 @@ def lines(composition: Composition) -> Iterator[str]:
     if estimate.costs.first:
         without = simulate(schedule, replace(estimate.costs, first=0.0)).time
         yield (
-            f"  the layers before them (first_blocks) run on every stage, which lengthens the step by "
+            f"  layers beside them (first_blocks, or those of the head) run on every stage, which lengthens the step by "
             f"{result.time / without - 1:.1%}"
         )
     warning = estimate.balance.warning()

@@ -83,6 +83,14 @@ class Staging:
         return "full" if self.dims[2] == 1 else self.config.remat
 
     @property
+    def edge_remat(self) -> str:
+        """The remat policy of layers beside the stack, those of embedding and head.
+
+        With `layers` the backward pass computes them again from their inputs.
+        """
+        return "full" if self.remat == "layers" else self.remat
+
+    @property
     def grouped(self) -> bool:
         """Whether the forward pass keeps the inputs of groups of layers."""
         return self.recompute.every > 1

@@ -2,7 +2,7 @@
 
 The loss of a microbatch goes through a chain: the op H of a tick (`executor`) calls
 `Stage.head`, which assembles the model and calls `Pipeline.score`, which calls the
-objective's `head_loss` (`step.gradients`), or scores a frozen module (`step.prepare`).
+objective's `loss_of_output` (`step.gradients`), or scores a frozen module (`step.prepare`).
 
 Letters: p stages, v chunks of a stage, L blocks of a chunk (padded), m microbatches, B
 rows of a microbatch, S sequence length, D width of the model.
@@ -125,11 +125,7 @@ class Stage:
 
         Only the inputs of `first_blocks` are kept if B recomputes layer by layer.
         """
-        policy = "full" if self.staging.remat == "layers" else self.staging.remat
-
-        def transform(block: Block) -> Block:
-            return rematerialised(block, policy)
-
+        transform = partial(rematerialised, policy=self.staging.edge_remat)
         model = self.model(edges)
         return embedded(model, self.microbatch(number), self.key, transform)
 
