@@ -230,6 +230,7 @@ def test_no_golden_is_left_over():
 # Groups of features that most runs leave alone, each with a budget of its own.
 FEATURES = {
     "lora",
+    "model.multi_token",
     "objective",
     "watchdog",
     "resilience",
