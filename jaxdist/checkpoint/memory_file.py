@@ -361,31 +361,29 @@ def _parsed(document: Mapping[str, Any]) -> Header:
         raise Malformed(f"keys {sorted(document)}")
     if document[run_format.KEY] != run_format.FORMAT:
         raise Malformed(f"format {document[run_format.KEY]!r:.40}")
-    owners = document["owners"]
-    owner = document["owner"]
-    is_owner = is_count(owners, _MOST_OWNERS) and is_count(owner, _MOST_OWNERS)
-    if not is_owner or owner >= owners:
-        raise Malformed(f"owner {owner!r:.40} of {owners!r:.40}")
-    if not is_count(document["step"], 2**31):
-        raise Malformed(f"step {document['step']!r:.40}")
     arrays = {name: _array(name, entry) for name, entry in document["arrays"].items()}
+    pieces = of_kind(document["pieces"], list, "pieces")
     return Header(
         run=of_kind(document["run"], str, "run"),
         branch=of_kind(document["branch"], str, "branch"),
-        step=document["step"],
-        owner=owner,
-        owners=owners,
+        step=_count(document, "step", below=2**31),
+        owner=_count(document, "owner", below=_count(document, "owners", _MOST_OWNERS)),
+        owners=document["owners"],
         arrays=arrays,
         metadata=of_kind(document["metadata"], dict, "metadata"),
         fingerprints={
             name: of_kind(value, str, name)
             for name, value in document["fingerprints"].items()
         },
-        pieces=tuple(
-            _piece(entry, arrays)
-            for entry in of_kind(document["pieces"], list, "pieces")
-        ),
+        pieces=tuple(_piece(entry, arrays) for entry in pieces),
     )
+
+
+def _count(document: Mapping[str, Any], key: str, below: int) -> int:
+    value = document[key]
+    if not is_count(value, below):
+        raise Malformed(f"{key} is {value!r:.40}")
+    return int(value)
 
 
 def _array(name: str, entry: Any) -> ArrayInfo:

@@ -18,7 +18,7 @@ import queue
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -134,6 +134,21 @@ class _Inventory:
     bad: list[BadCopy] = field(default_factory=list)
 
 
+@dataclass
+class _Known:
+    """Files of a step that agree, as the processes have told."""
+
+    owners: int  # number of files that the step has
+    # {owner: {place: processes}} that hold its file
+    holders: dict[int, dict[str, list[int]]] = field(default_factory=dict)
+    processes: set[int] = field(default_factory=set)  # that hold any of them
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every file is held."""
+        return set(range(self.owners)) <= self.holders.keys()
+
+
 class MemoryTier:
     """The steps of a run in memory. It is a `manager.MemoryTier`."""
 
@@ -200,24 +215,16 @@ class MemoryTier:
                 ],
             }
         )
-        holders: dict[tuple[int, str], dict[int, dict[str, list[int]]]] = {}
-        owners: dict[tuple[int, str], int] = {}
-        holding: dict[tuple[int, str], set[int]] = defaultdict(set)
         for vote in votes:
             # processes of one host may have found the same file
             found = [BadCopy(*entry) for entry in vote["bad"]]
             self.bad += [copy for copy in found if copy not in self.bad]
-            for step, owner, count, agreed in vote["files"]:
-                key = (step, agreed)
-                owners[key] = count
-                holding[key].add(vote["process"])
-                places = holders.setdefault(key, {}).setdefault(owner, {})
-                places.setdefault(vote["place"], []).append(vote["process"])
-        for key in sorted(holders, reverse=True):
-            if set(range(owners[key])) <= holders[key].keys():
-                header = self._header_of(key, inventory, holding[key])
-                self._candidates.append(Candidate(header, holders[key]))
-        counts = Counter(step for step, _ in holders)
+        known = _known_steps(votes)
+        for key in sorted(known, reverse=True):
+            if known[key].is_complete:
+                header = self._header_of(key, inventory, known[key].processes)
+                self._candidates.append(Candidate(header, known[key].holders))
+        counts = Counter(step for step, _ in known)
         complete = {candidate.step for candidate in self._candidates}
         self.bad += [
             BadCopy(step, -1, "all hosts", "its parts are not of one save")
@@ -395,22 +402,27 @@ class MemoryTier:
                 lacks = False
         if not any(coordination.votes(lacks)):
             return
-        # The first holder of each file tells the others what is in it.
+        self._exchange_pieces(candidate, stored)
+        with error_on_all(Exception):
+            needed = _needed_owners(stored, abstract) if lacks else set()
+            for owner in sorted(needed - here.keys()):
+                peers.fetch(step, owner, candidate.processes(owner))
+
+    def _exchange_pieces(
+        self, candidate: Candidate, stored: Mapping[str, StoredArray]
+    ) -> None:
+        """Adds the pieces of all files. The first holder of each tells the others."""
         told = []
         with error_on_all(Exception):
             for owner in candidate.holders:
                 if jax.process_index() == min(candidate.processes(owner)):
-                    header = self.store.read_header(step, owner).header
+                    header = self.store.read_header(candidate.step, owner).header
                     told.append([owner, header.to_json()["pieces"]])
         for vote in coordination.votes(told):
             for owner, pieces in vote:
                 for name, start, stop in pieces:
                     box = Box(tuple(start), tuple(stop))
                     stored[name].add(StoredPiece(owner, box, offset=0))
-        with error_on_all(Exception):
-            needed = _needed_owners(stored, abstract) if lacks else set()
-            for owner in sorted(needed - here.keys()):
-                peers.fetch(step, owner, candidate.processes(owner))
 
     def _stored(
         self, candidate: Candidate, owners: Iterable[int]
@@ -712,27 +724,31 @@ class MemoryTier:
         self._board.put([step, error, failed_copies])
         if process:
             return own
+        answers = self._answers(step)
+        errors = [
+            f"process {other}: {text}" if other else text
+            for other, (_, text, _) in sorted(answers.items())
+            if text
+        ]
+        return errors, [copy for _, _, each in answers.values() for copy in each]
+
+    def _answers(self, step: int) -> dict[int, tuple[int, str, list[str]]]:
+        """Waits for the answers of all processes: step, error, failed copies."""
         deadline = time.monotonic() + self._timeout_s
         pause_s = _LOOK_S
         while True:
-            answers = self._board.values()
+            answers: dict[int, Any] = self._board.values()
             late = [
                 other
                 for other in range(jax.process_count())
                 if answers.get(other, [-1])[0] != step
             ]
             if not late:
-                break
+                return answers
             if time.monotonic() > deadline:
-                return [f"process {late[0]} has not written its part"], failed_copies
+                raise CheckpointError(f"process {late[0]} has not written its part")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_LOOK_S)
-        errors = [
-            f"process {other}: {answers[other][1]}" if other else error
-            for other in sorted(answers)
-            if answers[other][1]
-        ]
-        return errors, [copy for each in answers.values() for copy in each[2]]
 
     def poll(self) -> list[MemorySave]:
         """Collects the saves that ended since the last call. Communicates with nobody."""
@@ -784,6 +800,18 @@ class MemoryTier:
             self.store.remove()
 
 
+def _known_steps(votes: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str], _Known]:
+    """Groups files by step and by what they have in common, `Header.agreed`."""
+    known: dict[tuple[int, str], _Known] = {}
+    for vote in votes:
+        for step, owner, owners, agreed in vote["files"]:
+            files = known.setdefault((step, agreed), _Known(owners))
+            places = files.holders.setdefault(owner, {})
+            places.setdefault(vote["place"], []).append(vote["process"])
+            files.processes.add(vote["process"])
+    return known
+
+
 class _Share:
     """The pieces that this process saves. They are computed once for a sharding."""
 
@@ -816,13 +844,7 @@ def share_out(arrays: Mapping[str, Any]) -> dict[int, list[Piece]]:
     Returns:
       {process: its pieces}, equal on all processes.
     """
-    parts: list[tuple[int, Piece, list[int]]] = []
-    for name, leaf in arrays.items():
-        shape = tuple(np.shape(leaf))
-        for box, processes in _holders(leaf, shape).items():
-            count = leaf.dtype.itemsize * box.size
-            parts.append((count, Piece(name, box), sorted(processes)))
-    parts.sort(key=lambda part: (-part[0], part[1]))
+    parts = sorted(_parts(arrays), key=lambda part: (-part[0], part[1]))
     loads: Counter[int] = Counter()
     pieces: dict[int, list[Piece]] = defaultdict(list)
     for count, piece, holders in parts:
@@ -830,6 +852,13 @@ def share_out(arrays: Mapping[str, Any]) -> dict[int, list[Piece]]:
         loads[process] += count
         pieces[process].append(piece)
     return defaultdict(list, {number: sorted(each) for number, each in pieces.items()})
+
+
+def _parts(arrays: Mapping[str, Any]) -> Iterator[tuple[int, Piece, set[int]]]:
+    """Yields the bytes of each part of the arrays, and the processes that hold it."""
+    for name, leaf in arrays.items():
+        for box, processes in _holders(leaf, tuple(np.shape(leaf))).items():
+            yield leaf.dtype.itemsize * box.size, Piece(name, box), processes
 
 
 def _holders(leaf: Any, shape: tuple[int, ...]) -> dict[Box, set[int]]:

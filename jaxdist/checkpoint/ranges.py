@@ -165,32 +165,48 @@ def _reads(piece: StoredPiece, overlap: Box, wanted: Box, size: int) -> Iterator
         return
     low = _minus(overlap.start, piece.box.start)
     high = _minus(overlap.stop, piece.box.start)
-    place = _minus(piece.box.start, wanted.start)  # of the piece in the wanted box
     dim = _dim_of_rows(shape, low, high, size)
-    inner = shape[dim + 1 :]
-    row_bytes = size * math.prod(inner)
     rows_at_once = high[dim] - low[dim]
-    if _minus(high[dim + 1 :], low[dim + 1 :]) != inner:
+    if _minus(high[dim + 1 :], low[dim + 1 :]) != shape[dim + 1 :]:
+        row_bytes = size * math.prod(shape[dim + 1 :])
         rows_at_once = max(1, BLOCK_BYTES // row_bytes)
     for outer in itertools.product(*map(range, low[:dim], high[:dim])):
         for first in range(low[dim], high[dim], rows_at_once):
-            rows = min(rows_at_once, high[dim] - first)
-            index = (*outer, first)
-            lows = (*index, *low[dim + 1 :])
-            highs = (*(i + 1 for i in outer), first + rows, *high[dim + 1 :])
-            source = [slice(0, 1)] * dim + [slice(0, rows)]
-            source += map(slice, low[dim + 1 :], high[dim + 1 :])
-            target = [
-                slice(start + shift, stop + shift)
-                for start, stop, shift in zip(lows, highs, place, strict=True)
-            ]
-            yield Read(
-                owner=piece.owner,
-                offset=piece.offset + row_bytes * _row_number(index, shape),
-                shape=(*(1 for _ in outer), rows, *inner),
-                source=tuple(source),
-                target=tuple(target),
-            )
+            last = min(first + rows_at_once, high[dim])
+            start = (*outer, first, *low[dim + 1 :])
+            stop = (*(index + 1 for index in outer), last, *high[dim + 1 :])
+            yield _read_of_rows(piece, Box(start, stop), wanted, dim, size)
+
+
+def _read_of_rows(
+    piece: StoredPiece, part: Box, wanted: Box, dim: int, size: int
+) -> Read:
+    """Makes the read of whole rows of a dim, which hold a part of a piece.
+
+    Args:
+      piece: the piece.
+      part: the part, in positions of the piece. It is one row in dims before `dim`.
+      wanted: the box to fill.
+      dim: the dim of the rows.
+      size: bytes of an element.
+    """
+    shape = piece.box.shape
+    row = _row_number(part.start[: dim + 1], shape)
+    row_bytes = size * math.prod(shape[dim + 1 :])
+    place = _minus(wanted.start, piece.box.start)  # of the wanted box in the piece
+    return Read(
+        owner=piece.owner,
+        offset=piece.offset + row * row_bytes,
+        shape=(*part.shape[: dim + 1], *shape[dim + 1 :]),
+        source=_slices((*[0] * (dim + 1), *part.start[dim + 1 :]), part.shape),
+        target=_slices(_minus(part.start, place), part.shape),
+    )
+
+
+def _slices(start: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(
+        slice(first, first + size) for first, size in zip(start, sizes, strict=True)
+    )
 
 
 def _dim_of_rows(

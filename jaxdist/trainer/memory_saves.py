@@ -34,11 +34,7 @@ class MemorySaves(Callback):
     """Callback that saves in memory, and lets the run resume from there."""
 
     may_request = False
-    keys = (
-        "checkpoint.memory_folder",
-        "checkpoint.memory_every_steps",
-        "checkpoint.memory_peers",
-    )
+    keys = ("checkpoint.memory_folder",)
     name = "memory"
     bucket = ""  # that of the phase
     _run: Run

@@ -279,6 +279,35 @@ def test_a_copy_that_is_received_is_a_file_like_any_other(tmp_path):
         store.open_read(5, 0)
 
 
+@pytest.mark.parametrize("agree", [True, False])
+def test_parts_of_different_saves_are_no_step(tmp_path, agree):
+    tier = tier_of(tmp_path)
+    tier.begin_branch()
+    branch = tier.store.branch
+    for owner in (0, 1):
+        other = {} if agree else {"metadata": {"x": owner}}
+        data = file_of(branch=branch, owner=owner, **other)
+        with tier.store.receive(5, owner, len(data)) as file:
+            file.write(data)
+    again = tier_of(tmp_path)
+    again.look()
+    assert again.confirm() == agree
+    reasons = [copy.reason for copy in again.bad]
+    assert reasons == ([] if agree else ["its parts are not of one save"])
+
+
+def test_a_step_lacks_a_part_until_all_processes_have_written(tmp_path):
+    tier = tier_of(tmp_path)
+    tier.begin_branch()
+    data = file_of(branch=tier.store.branch)
+    with tier.store.receive(5, 1, len(data)) as file:
+        file.write(data)
+    again = tier_of(tmp_path)
+    again.look()
+    assert not again.confirm()
+    assert not again.bad
+
+
 FLIPPED = bytearray(file_of())
 FLIPPED[-40] ^= 1
 

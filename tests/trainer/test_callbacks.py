@@ -574,6 +574,7 @@ def test_a_callback_of_the_first_process_is_called_there_alone(monkeypatch):
 SET = {
     "checkpoint.copy_to": "memory://copies",
     "checkpoint.keep_best": "eval_loss",
+    "checkpoint.memory_folder": "memory",
     "health.compare_every": 7,
     "health.probe_every": 7,
     "profile.start_step": 2,
