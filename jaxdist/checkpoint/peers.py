@@ -679,7 +679,7 @@ class Sender:
         return True
 
     def take_outcomes(self) -> list[Outcome]:
-        """Returns what became of copies since the last call, the oldest first."""
+        """Takes the outcomes of copies since the last call, the oldest first."""
         with self._lock:
             outcomes = list(self._outcomes)
             self._outcomes.clear()

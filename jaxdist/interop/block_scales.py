@@ -65,7 +65,7 @@ class BlockScaled:
         return list(self._codes.get_shape())
 
     def get_dtype(self) -> str:
-        """Returns the dtype of the values that are read."""
+        """The dtype of the values that are read."""
         return "F32"
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:

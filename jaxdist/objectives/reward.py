@@ -76,7 +76,7 @@ class BradleyTerry(PairObjective):
         return pairs.gain
 
     def further_metrics(self, pairs: Pairs) -> dict[str, jax.Array]:
-        """Returns no metrics: the policy gives no log-probabilities."""
+        """Lists no metrics: the policy gives no log-probabilities."""
         return {}
 
 

@@ -289,24 +289,9 @@ def _match(target: Target, source: SourceRun, info: StepInfo) -> Match:
     wanted = parameters | trees.flatten_names(abstract.model_state)
 
     stored_config = source.config_of(info.metadata)
-    new_head = gets_new_head(config.model_options, stored_config["model"])
-    if new_head:  # it is random
-        wanted.pop(_SCORE, None)
-        stored_names = {
-            path: name
-            for path, name in stored_names.items()
-            if path.partition(trees.SEPARATOR)[0] != _LANGUAGE_HEAD
-        }
-    new_modules = {
-        path for path in wanted if belongs_to_modules(path) and path not in stored_names
-    }
-    unused_modules = {
-        path for path in stored_names if belongs_to_modules(path) and path not in wanted
-    }
-    wanted = {path: x for path, x in wanted.items() if path not in new_modules}
-    stored_names = {
-        path: name for path, name in stored_names.items() if path not in unused_modules
-    }
+    without_source, wanted, stored_names = _in_both(
+        target, stored_config["model"], wanted, stored_names
+    )
     faults = _model_faults(config, stored_config)
     if source_has_adapters and not has_adapters:
         faults.append(_merge_fault(source, stored_config))
@@ -332,18 +317,56 @@ def _match(target: Target, source: SourceRun, info: StepInfo) -> Match:
         summary = "the weights and the optimizer's state"
     elif has_average:
         summary = "the moving average of the weights"
-    if new_head:
-        summary += ", a random score"
-    if new_modules:
-        summary += ", random modules of multi-token prediction"
-    if unused_modules:
-        summary += ", without its modules of multi-token prediction"
+    summary = ", ".join([summary, *without_source])
     return Match(
         names=names,
         arrays=arrays,
         continued=continued,
         summary=summary,
         stretched=_stretched(config, stored_config),
+    )
+
+
+def _in_both(
+    target: Target,
+    stored_model: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    stored_names: Mapping[str, str],
+) -> tuple[list[str], dict[str, Any], dict[str, str]]:
+    """Leaves out the parts that a run may have without its source, or the reverse.
+
+    These are the score of a reward model, which replaces a language model's head, and
+    modules of multi-token prediction.
+
+    Args:
+      target: the run.
+      stored_model: options of the source's model.
+      wanted: arrays of the run by path.
+      stored_names: names of the checkpoint's arrays by path.
+
+    Returns:
+      What is left out, in words, and both mappings without it.
+    """
+    left_out = []
+    dropped = set()
+    if gets_new_head(target.config.model_options, stored_model):
+        left_out.append("a random score")
+        dropped = {
+            path
+            for path in stored_names
+            if path.partition(trees.SEPARATOR)[0] == _LANGUAGE_HEAD
+        }
+        dropped.add(_SCORE)
+    modules = {path for path in (*wanted, *stored_names) if belongs_to_modules(path)}
+    if modules & (wanted.keys() - stored_names.keys()):
+        left_out.append("random modules of multi-token prediction")
+    if modules & (stored_names.keys() - wanted.keys()):
+        left_out.append("without its modules of multi-token prediction")
+    dropped |= modules - (wanted.keys() & stored_names.keys())
+    return (
+        left_out,
+        {path: x for path, x in wanted.items() if path not in dropped},
+        {path: name for path, name in stored_names.items() if path not in dropped},
     )
 
 
