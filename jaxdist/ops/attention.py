@@ -28,7 +28,7 @@ OUT = "attention_out"  # name of the result in remat policies
 def attention(
     q_BSHN: jax.Array,
     k_BSKN: jax.Array,
-    v_BSKV: jax.Array,
+    v_BSKN: jax.Array,
     *,
     causal: bool = True,
     segment_ids_BS: jax.Array | None = None,
@@ -49,7 +49,7 @@ def attention(
     Args:
       q_BSHN: queries.
       k_BSKN: keys.
-      v_BSKV: values; V may differ from N.
+      v_BSKN: values; their head size V may differ from N.
       causal: whether a token sees only itself and earlier tokens.
       segment_ids_BS: documents of packed sequences; a token sees equal ids only. None:
         each sequence is one document.
@@ -69,7 +69,7 @@ def attention(
       ValueError: shapes do not fit, heads do not group, the implementation is unknown,
         or a window is not causal.
     """
-    keys = (k_BSKN, v_BSKV)
+    keys = (k_BSKN, v_BSKN)
     return _attention(
         q_BSHN,
         keys,
@@ -157,17 +157,17 @@ def _attention(
         form = replace(form, has_all_keys=True)
         compressed = [context_attention.gather_sequence(x) for x in compressed]
         copies = form.context
-    k_BSKN, v_BSKV = expand(*compressed)
-    _check_shapes(q_BSHN, k_BSKN, v_BSKV, copies)
+    k_BSKN, v_BSKN = expand(*compressed)
+    _check_shapes(q_BSHN, k_BSKN, v_BSKN, copies)
     request = Request(
-        q=q_BSHN, k=k_BSKN, v=v_BSKV, segment_ids=segment_ids_BS, options=options
+        q=q_BSHN, k=k_BSKN, v=v_BSKN, segment_ids=segment_ids_BS, options=options
     )
     backend = BACKENDS.get(implementation)
     if backend is None:
         backend = choose(request, parts=form.parts, pieces=form.name == "ring")
     k_BSKN = _repeat_heads(k_BSKN, q_BSHN, form.head_shards)
-    v_BSKV = _repeat_heads(v_BSKV, q_BSHN, form.head_shards)
-    request = request.with_heads(q_BSHN, k_BSKN, v_BSKV)
+    v_BSKN = _repeat_heads(v_BSKN, q_BSHN, form.head_shards)
+    request = request.with_heads(q_BSHN, k_BSKN, v_BSKN)
     run: Callable[[Request], jax.Array] = partial(form.run, backend)
     if backend.is_kernel or form.splits_sequence:
         run = _per_device(run, form, request)
@@ -176,16 +176,16 @@ def _attention(
 
 
 def _check_shapes(
-    q_BSHN: jax.Array, k_BSKN: jax.Array, v_BSKV: jax.Array, copies: int
+    q_BSHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, copies: int
 ) -> None:
     """Checks the shapes of queries, and of keys and values of `copies` x S tokens."""
-    chex.assert_rank([k_BSKN, v_BSKV], 4)
+    chex.assert_rank([k_BSKN, v_BSKN], 4)
     B, S, H, N = q_BSHN.shape
     K = k_BSKN.shape[2]
     T = copies * S
-    if k_BSKN.shape != (B, T, K, N) or v_BSKV.shape[:3] != (B, T, K):
+    if k_BSKN.shape != (B, T, K, N) or v_BSKN.shape[:3] != (B, T, K):
         raise ValueError(
-            f"attention: q {q_BSHN.shape}, k {k_BSKN.shape}, v {v_BSKV.shape}; required: [B, S, H, N], "
+            f"attention: q {q_BSHN.shape}, k {k_BSKN.shape}, v {v_BSKN.shape}; required: [B, S, H, N], "
             f"[B, S, K, N], [B, S, K, V] with equal B, S, K and N, and S = {T} for k and v"
         )
     if H % K:

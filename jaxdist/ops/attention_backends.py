@@ -155,14 +155,28 @@ def _cudnn(request: Request) -> jax.Array:
             in_window = position[:, None] - position[None, :] < options.window
             mask = mask & in_window[None, None]
             window = None
-    return jax.nn.dot_product_attention(
-        *request.heads,
+    # jax takes values of another head size on Hopper and later only, and refuses them in
+    # a program that it compiles for a GPU that is not here. Zeros change no result.
+    value_size = request.v.shape[3]
+    size = max(request.q.shape[3], value_size)
+    q, k, v = (_pad_heads(x, size) for x in request.heads)
+    out = jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
         mask=mask,
         scale=options.scale,
         is_causal=options.causal,
         local_window_size=window,
         implementation="cudnn",
     )
+    return out[..., :value_size]
+
+
+def _pad_heads(x: jax.Array, size: int) -> jax.Array:
+    """Pads heads [B, S, H, N] with zeros to a size."""
+    padding = size - x.shape[3]
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, padding)]) if padding else x
 
 
 BACKENDS = {

@@ -296,16 +296,18 @@ def attention_kernels(module: hlo.Module) -> list[Kernel]:
             arrays = [
                 dims for dtype, dims in types if len(dims) >= 3 and dtype[0] in "bf"
             ]
-            if len(arrays) < 2:  # another kernel inside attention
+            if len(arrays) < 3:  # another kernel inside attention
                 continue
-            query, key, *_ = arrays
+            query, key, value, *_ = arrays
             kernels.append(
                 Kernel(
                     name=instruction.name,
                     role=role,
                     count=run.times,
-                    flops=_forward_flops(instruction, query=query, key=key),
-                    width=query[-1],
+                    flops=_forward_flops(
+                        instruction, query=query, key=key, value=value
+                    ),
+                    width=(query[-1] + value[-1]) // 2,
                 )
             )
     costs = dict(_KERNEL_COST)
@@ -317,7 +319,11 @@ def attention_kernels(module: hlo.Module) -> list[Kernel]:
 
 
 def _forward_flops(
-    kernel: hlo.Instruction, *, query: Sequence[int], key: Sequence[int]
+    kernel: hlo.Instruction,
+    *,
+    query: Sequence[int],
+    key: Sequence[int],
+    value: Sequence[int],
 ) -> float:
     """Counts the FLOPs of causal attention's forward pass on the busiest device.
 
@@ -328,6 +334,7 @@ def _forward_flops(
       kernel: an attention kernel.
       query: dims of the queries.
       key: dims of the keys.
+      value: dims of the values.
     """
     is_cudnn = observed.CUDNN_ATTENTION in kernel.text
     length_dim = -3 if is_cudnn else -2  # [B, S, H, N], or [B, H, S, N]
@@ -339,7 +346,8 @@ def _forward_flops(
     seen = 1 - query_length / key_length / 2
     if _ALL_KEYS in kernel.op_name:
         seen = 1.0
-    return 2 * 2 * math.prod(query) * key_length * seen  # two matmuls
+    sizes = query[-1] + value[-1]  # of two matmuls
+    return 2 * math.prod(query[:-1]) * sizes * key_length * seen
 
 
 def _role(instruction: hlo.Instruction) -> str:
