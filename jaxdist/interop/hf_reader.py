@@ -196,16 +196,20 @@ class Tensors:
             if not is_tied_head and not is_ignored:
                 unexpected.append(name)
         faults += _listed("unexpected tensors", unexpected)
+        misshapen: list[str] = []
         for name in sorted(expected.keys() & self._handles.keys()):
             handle = self._handles[name]
             shape = tuple(handle.get_shape())
             dtype = handle.get_dtype()
             if shape != expected[name]:
-                faults.append(
+                misshapen.append(
                     f"{name} has shape {shape}, config.json makes it {expected[name]}"
                 )
             elif dtype not in _DTYPES:
                 faults.append(f"{name} is {dtype}; required {', '.join(_DTYPES)}")
+        if len(misshapen) > 1:
+            misshapen[0] += f"; {len(misshapen) - 1} more have other shapes, too"
+        faults += misshapen[:1]
         if faults:
             raise ConfigError(f"{self.folder}: {fault}" for fault in faults)
 

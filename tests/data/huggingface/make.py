@@ -281,6 +281,16 @@ def logits_of(model, tokens: np.ndarray) -> np.ndarray:
         return model(torch.tensor(tokens)).logits.float().numpy()
 
 
+def continued(model, tokens: np.ndarray, count: int) -> np.ndarray:
+    """Returns the most likely next tokens of each row, [B, count]; none ends a row."""
+    with torch.no_grad():
+        ids = torch.tensor(tokens)
+        for _ in range(count):
+            last = model(ids).logits[:, -1]
+            ids = torch.cat([ids, last.argmax(-1, keepdim=True)], 1)
+    return ids[:, -count:].numpy()
+
+
 def write_tokenizer(folder: Path) -> None:
     """Writes a byte-level tokenizer with a few merges and an end of text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -316,6 +326,9 @@ def main() -> None:
             logits = logits_of(dequantised(folder), tokens)
         np.save(folder / "tokens.npy", tokens.astype(np.int32))
         np.save(folder / "logits.npy", logits)
+        if name in deepseek(SIZES) and name != FP8:
+            generated = continued(model.float(), tokens, 8)
+            np.save(folder / "generated.npy", generated.astype(np.int32))
         if name == "smollm":
             write_tokenizer(folder)
 
