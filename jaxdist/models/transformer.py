@@ -63,7 +63,6 @@ class Transformer(nnx.Module):
     # ops cast kernels to the compute dtype; parameters stay float32
     casts_itself = True
     sums_over_samples = True  # so gradients need to cross `data` only once a step
-    head_has_layers = True  # those of multi-token prediction
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         c = self.config = config
@@ -96,6 +95,11 @@ class Transformer(nnx.Module):
             )
         if c.multi_token.depth:
             self.multi_token = MultiToken(c, rngs)
+
+    @property
+    def head_has_layers(self) -> bool:
+        """Whether the head applies layers: those of multi-token prediction."""
+        return self.config.multi_token.depth > 0
 
     def loss(self, batch: Batch, key: jax.Array | None) -> Loss:
         """Computes the next-token loss; key None means no dropout."""

@@ -150,7 +150,7 @@ def _forward_and_backward(
 
     with_layers = count_edges(lambda model, batch: model.embed(batch))
     edges = with_layers
-    if getattr(spec.model_class, "head_has_layers", False):
+    if getattr(spec.abstract_model, "head_has_layers", False):
         edges = count_edges(lambda model, batch: model.embed(batch), _skipped)
     first = with_layers - edges
     if "first_blocks" in spec.trainable | spec.frozen:

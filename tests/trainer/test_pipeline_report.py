@@ -88,7 +88,7 @@ def test_layers_that_every_stage_does_are_told():
     assert parts[4] == 3 * parts[0]
     said = "\n".join(lines(*few))
     assert "groups of 2 layers by place: 2, 2" in said
-    assert "(first_blocks) run on every stage" in said
+    assert "(first_blocks, or those of the head) run on every stage" in said
 
 
 def test_inputs_of_layers_are_counted():
