@@ -243,7 +243,8 @@ def test_keys_keep_to_their_budgets_and_each_has_a_meaning():
     fields = run_config.full_schema(run_config.registry.DEFAULT_TARGET)
     of_experts = {"model.num_experts", *(f"model.{name}" for name in EXPERT_FIELDS)}
     assert of_experts <= fields.keys()
-    assert len(of_experts) <= 16
+    # 17 with shared_expert_gate: Qwen's shared experts have a gate, DeepSeek's have none.
+    assert len(of_experts) <= 17
     others = fields.keys() - of_experts
     for feature in FEATURES:
         group = {path for path in others if path.startswith(f"{feature}.")}
@@ -256,11 +257,12 @@ def test_keys_keep_to_their_budgets_and_each_has_a_meaning():
     # a store wants fewer bytes, a fast one less processor time beside training. 154 with
     # data.truncation: a pair of preferences with a long prompt has its completions at
     # the end, and keeping the start would drop it. 155 with model.head: a reward model
-    # has another output, which commands and exports must know.
+    # has another output, which commands and exports must know. 156 with
+    # model.rope_query_growth: Ministral 3 has it, and no other key can express it.
     too_many = (
-        f"{len(others)} keys without features: drop one, or raise 155 and say why"
+        f"{len(others)} keys without features: drop one, or raise 156 and say why"
     )
-    assert len(others) <= 155, too_many
+    assert len(others) <= 156, too_many
     assert not [path for path, field in fields.items() if not field.doc]
 
 
