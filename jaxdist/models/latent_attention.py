@@ -25,6 +25,7 @@ from jaxdist.models.cache import LayerCache
 from jaxdist.models.parts import Mixer
 from jaxdist.models.rotary import rotary_frequencies
 from jaxdist.ops.attention import compressed_attention
+from jaxdist.ops.attention_backends import explain_sizes
 from jaxdist.ops.attention_costs import latent_attention_cost
 from jaxdist.ops.cached_attention import CACHE_DIMS, cached_attention
 from jaxdist.ops.costs import Cost
@@ -137,6 +138,7 @@ class LatentAttention(Mixer):
         )
 
     def _biased(self, x: jax.Array, name: str) -> jax.Array:
+        """Adds the bias of a projection, if it has one."""
         bias = getattr(self, f"{name}_bias", None)
         return x if bias is None else layers.biased(x, bias)
 
@@ -269,6 +271,12 @@ class LatentAttention(Mixer):
             length=sequence_length,
             layers=len(kinds),
         )
+
+    @staticmethod
+    def choices(config: LatentConfig) -> list[str]:
+        """Lists how GPUs compute the two head sizes."""
+        line = explain_sizes((config.latent.head_size, config.latent.value_dim))
+        return [line] if line else []
 
     @staticmethod
     def tensor_parallel_dims(config: LatentConfig) -> tuple[str, ...]:

@@ -114,6 +114,21 @@ def has_kernel(
     )
 
 
+def explain_sizes(head_sizes: tuple[int, int]) -> str:
+    """Explains to users how GPUs compute heads of two sizes; "" on other platforms.
+
+    Args:
+      head_sizes: elements of a head of queries and keys, and of one of values.
+    """
+    size, value_size = head_sizes
+    if execution.current().platform != "gpu" or size == value_size:
+        return ""
+    line = f"attention: heads of {size} elements, {value_size} of values"
+    if BACKENDS["cudnn"].size_refusal("bfloat16", 2, head_sizes):
+        return f"{line}: too large for cuDNN, XLA computes it"
+    return f"{line}: padded to {max(head_sizes)} for cuDNN, which takes one size"
+
+
 def choose(request: Request, *, parts: int = 1, pieces: bool = False) -> Backend:
     """Chooses the first backend that supports a request.
 
