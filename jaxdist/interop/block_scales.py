@@ -7,7 +7,7 @@ float32, as transformers does.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -20,7 +20,7 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {"quant_method": ("fp8",), "fmt": ("e4m
 _BLOCK = "weight_block_size"
 
 
-def is_fp8(quantization: Any) -> bool:
+def is_fp8(quantization: Any) -> TypeGuard[Mapping[str, Any]]:
     """Checks whether a quantization_config is one of 8-bit floats."""
     return isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
 
@@ -35,7 +35,7 @@ def config_faults(quantization: Mapping[str, Any]) -> list[str]:
                 f"quantization_config.{key}={value!r}: not supported; "
                 f"required {supported[0]!r}"
             )
-    block = quantization.get(_BLOCK)
+    block: Any = quantization.get(_BLOCK)
     is_pair = isinstance(block, list) and len(block) == 2
     if not is_pair or not all(type(size) is int and size > 0 for size in block):
         faults.append(
@@ -109,7 +109,6 @@ def joined(
     """
     if not is_fp8(quantization):
         return dict(slices), []
-    assert quantization is not None
     height, width = quantization[_BLOCK]
     weights = dict(slices)
     faults = []

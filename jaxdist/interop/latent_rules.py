@@ -80,9 +80,8 @@ def rotary() -> Rule:
         read_values = positions.read(source, values)
         group = values[KIND]
         scale = (group["nope_dim"] + group["rope_dim"]) ** -0.5
-        parameters = source.config.get("rope_scaling") or source.config.get(
-            "rope_parameters"
-        )
+        fields = source.config
+        parameters: Any = fields.get("rope_scaling") or fields.get("rope_parameters")
         if read_values.get("rope_scaling") == "yarn":
             ratio = parameters.get("mscale_all_dim") or 0
             if type(ratio) in (int, float) and read_values["rope_factor"] > 1:

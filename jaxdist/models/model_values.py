@@ -22,7 +22,7 @@ DEFAULTS = {
     if not dataclasses.is_dataclass(value)
 }
 # Default values of the options that belong to a group, by the group's name.
-GROUPS = {
+GROUPS: dict[str, Any] = {
     name: value
     for name, value in vars(TransformerConfig()).items()
     if dataclasses.is_dataclass(value)
