@@ -227,6 +227,8 @@ def test_the_text_part_of_a_multimodal_gemma(tmp_path):
         "ministral3",
         "qwen2_moe",
         "glm4_moe",
+        "deepseek_v2",
+        "deepseek_v3",
     ],
 )
 def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
@@ -263,10 +265,10 @@ def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
             "train.sample_tokens": 0,
         }
     )
-    if name in EXPERTS:
+    if name in (*EXPERTS, "deepseek_v2", "deepseek_v3"):
         config.model.balance, config.mesh.expert = "none", 2
     apply_weight_source(config)
-    if name == "glm4_moe":  # torch does not change the biases
+    if name in ("glm4_moe", "deepseek_v3"):  # torch does not change the biases
         config.model.balance_rate = 1e-12
     run = run_config.from_config(config)
     with jax.default_matmul_precision("highest"):
