@@ -293,6 +293,16 @@ def _position_faults(c: AttentionConfig) -> Iterator[str]:
             f"without rotary positions, and model.positions=learned has none; write "
             f"global"
         )
+    if {*c.layer_pattern} == {"nope"}:
+        for name, is_set in (
+            ("rope_factor", c.stretches),
+            ("rotary_fraction", c.rotary_fraction != 1),
+        ):
+            if is_set:
+                yield (
+                    f"model.{name}={getattr(c, name)}: model.layer_pattern=nope has no "
+                    f"rotary positions; set model.{name}=1"
+                )
     if not c.rope_query_growth:
         return
     setting = f"model.rope_query_growth={c.rope_query_growth}"

@@ -322,19 +322,18 @@ class LatentAttention(Mixer):
                 )
             else:
                 yield from c.stretch_faults(sizes.rope_dim)
-        if {*c.layer_pattern} == {KIND}:
-            yield from _unused_faults(c, pattern)
+        yield from _unused_faults(c, pattern)
 
 
 def _unused_faults(c: LatentConfig, pattern: str) -> Iterator[str]:
     """Yields a message for each option of attention that latent layers do not read."""
-    defaults = {"qk_norm": "none", "rotary_fraction": 1.0}
+    defaults = {"qk_norm": "none", "rotary_fraction": 1.0, "rope_query_growth": 0.0}
     for name, default in defaults.items():
         value = getattr(c, name)
         if value != default:
             yield (
-                f"model.{name}={value}: {pattern} has latent layers only, which do not "
-                f"read it; set model.{name}={default}"
+                f"model.{name}={value}: {pattern} has latent layers, which do not read "
+                f"it; set model.{name}={default}"
             )
 
 

@@ -299,8 +299,18 @@ FAULTS = {
     ),
     "an option of attention": (
         replace(LATENT, qk_norm="head"),
-        "model.qk_norm=head: model.layer_pattern=latent has latent layers only, which "
-        "do not read it; set model.qk_norm=none",
+        "model.qk_norm=head: model.layer_pattern=latent has latent layers, which do not "
+        "read it; set model.qk_norm=none",
+    ),
+    "an option of the other layers": (
+        replace(LATENT, layer_pattern=("latent", "global"), rope_query_growth=0.1),
+        "model.rope_query_growth=0.1: model.layer_pattern=latent,global has latent "
+        "layers, which do not read it; set model.rope_query_growth=0.0",
+    ),
+    "a stretch of no positions": (
+        replace(TINY, layer_pattern=("nope",), rope_factor=4.0),
+        "model.rope_factor=4.0: model.layer_pattern=nope has no rotary positions; set "
+        "model.rope_factor=1",
     ),
 }
 
