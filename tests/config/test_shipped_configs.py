@@ -222,6 +222,7 @@ FEATURES = {
     "health",
     "profile",
     "telemetry",
+    "model.latent",  # a mixer's own options
 }
 
 
