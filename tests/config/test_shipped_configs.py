@@ -237,6 +237,7 @@ FEATURES = {
     "health",
     "profile",
     "telemetry",
+    "model.latent",  # a mixer's own options
 }
 
 

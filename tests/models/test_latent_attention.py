@@ -12,13 +12,15 @@ import pytest
 from flax import nnx
 
 from jaxdist.config import schema
+from jaxdist.models import lora
 from jaxdist.models.latent_attention import LatentAttention, LatentOptions
 from jaxdist.models.rotary import rotary_frequencies
-from jaxdist.models.transformer import TransformerConfig
+from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.ops.attention_backends import BACKENDS
 from jaxdist.ops.attention_costs import latent_attention_cost
 from jaxdist.parallel import execution
 from jaxdist.protocols.model import BlockInfo
+from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.flops import jaxpr_flops
 from support.experts import rules_and_mesh
 from support.models import FAST_COMPILE, TINY, model_of, spec_of, worst
@@ -172,6 +174,29 @@ def test_decoding_is_the_forward_pass(name):
     )
     logits, _ = decode(tokens[:, 10:], cache)
     assert worst(logits, expected[:, 10:]) < 1e-5
+
+
+def test_adapters_train_all_kernels_and_decoding_reads_them():
+    adapters = lora.LoraConfig(rank=2, alpha=4.0, targets=("attention/.*",))
+    spec = describe(lora.adapted(lambda rngs: Transformer(LATENT, rngs=rngs), adapters))
+    kernels = {path.split("/")[2] for path in spec.named_trainable()}
+    expected = {"query_down", "query_up", "latent_down", "rope_key", "latent_up", "out"}
+    assert kernels == expected
+    jit = partial(jax.jit, compiler_options=FAST_COMPILE)
+    trainable, state, frozen = jit(spec.init_params)(jax.random.key(0))
+    tokens = np.random.default_rng(2).integers(0, 64, (B, S)).astype(np.int32)
+    positions = np.tile(np.arange(S, dtype=np.int32), (B, 1))
+
+    @jit
+    def logits(trainable: Any) -> tuple[jax.Array, jax.Array]:
+        model = spec.assemble(trainable, state, frozen)
+        whole = model.forward({"tokens": tokens, "positions": positions})
+        return whole, model.decode(tokens, model.init_cache(B, S))[0]
+
+    before, _ = logits(trainable)
+    whole, decoded = logits(jax.tree.map(lambda x: x + 0.2, trainable))
+    assert worst(whole, before) > 0.1
+    assert worst(decoded, whole) < 1e-5
 
 
 LAYOUTS = {

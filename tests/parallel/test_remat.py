@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from jax._src.cudnn import fused_attention_stablehlo
 
+from jaxdist.models.latent_attention import LatentOptions
 from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.ops.attention import attention
 from jaxdist.parallel import execution, remat, sharding
@@ -251,8 +252,15 @@ def test_faults_say_what_to_write(policy, fault):
 
 
 def test_names_are_those_that_the_model_gives():
-    function, state = gradients("offload:block_input")
-    text = str(function.trace(state).jaxpr)
+    latent = dataclasses.replace(
+        CONFIG,
+        layer_pattern=("latent",),
+        latent=LatentOptions(query_rank=12, kv_rank=16, nope_dim=8, rope_dim=8),
+    )
+    text = ""
+    for config in (CONFIG, latent):
+        function, state = gradients("offload:block_input", config)
+        text += str(function.trace(state).jaxpr)
     for name in remat.NAMES:
         assert f"name={name}" in text, name
 
