@@ -597,6 +597,7 @@ class CheckpointManager:
                 abstract_state, not_before=newest, partial=partial
             )
             if from_memory is not None:
+                self.last_sealed = max(newest, 0)
                 return from_memory
         failures: dict[int, str] = {}
         for candidate in self._candidates(step, failures):

@@ -89,7 +89,7 @@ class MemoryPeers:
         try:
             server = PeerServer(_interface(), token, self._store, self._accepts)
             address = self._stack.enter_context(server).address
-        except (OSError, ValueError) as failure:
+        except Exception as failure:  # the others wait for this process
             error = error_text(failure)
         return _Peer(
             process=jax.process_index(),

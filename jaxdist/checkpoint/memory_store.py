@@ -106,7 +106,7 @@ class MemoryStore:
     def _entries(self) -> list[Path]:
         try:
             return sorted(self.folder.iterdir())
-        except FileNotFoundError:
+        except OSError:  # deleted, or unmounted: it has no files then
             return []
 
     def path(self, step: int, owner: int) -> Path:

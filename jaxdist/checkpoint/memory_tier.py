@@ -37,7 +37,14 @@ from jaxdist.checkpoint import (
 from jaxdist.checkpoint.background import Background
 from jaxdist.checkpoint.folders import CheckpointError, error_text
 from jaxdist.checkpoint.manager import Restored, check_arrays, error_on_all
-from jaxdist.checkpoint.memory_file import BadFile, Box, Header, OtherBranch, Piece
+from jaxdist.checkpoint.memory_file import (
+    BadFile,
+    Box,
+    Header,
+    Opened,
+    OtherBranch,
+    Piece,
+)
 from jaxdist.checkpoint.memory_peers import MemoryPeers
 from jaxdist.checkpoint.memory_store import MemoryStore
 from jaxdist.checkpoint.ranges import StoredArray, StoredPiece
@@ -202,8 +209,9 @@ class MemoryTier:
 
     def look(self) -> None:
         """Agrees with all processes on the steps that are complete."""
-        place = self.store.place
-        inventory = self._look_here(place)
+        with error_on_all(Exception):  # otherwise the others wait for this process
+            place = self.store.place
+            inventory = self._look_here(place)
         votes = coordination.votes(
             {
                 "process": jax.process_index(),
@@ -381,8 +389,18 @@ class MemoryTier:
         step = candidate.step
         if not any(copy.step == step for copy in self.bad):
             self.bad.append(BadCopy(step, -1, "all hosts", reason))
-        for owner in self.store.inventory().get(step, {}):
+        for owner in self._files_here(candidate):
             self.store.set_aside(step, owner)
+
+    def _files_here(self, candidate: Candidate) -> dict[int, Opened]:
+        """Opens this host's files of a step by owner; not those of other saves of it."""
+        found = {}
+        for owner in self.store.inventory().get(candidate.step, {}):
+            with contextlib.suppress(KeyError, BadFile):
+                opened = self.store.read_header(candidate.step, owner)
+                if opened.header.agreed == candidate.header.agreed:
+                    found[owner] = opened
+        return found
 
     def _fetch(
         self, peers: MemoryPeers, candidate: Candidate, abstract: Mapping[str, Any]
@@ -395,7 +413,7 @@ class MemoryTier:
         step = candidate.step
         lacks = True
         with error_on_all(Exception):
-            here = self.store.inventory().get(step, {})
+            here = self._files_here(candidate)
             stored = self._stored(candidate, here)
             with contextlib.suppress(ranges.Missing):
                 _needed_owners(stored, abstract)
@@ -425,15 +443,14 @@ class MemoryTier:
                     stored[name].add(StoredPiece(owner, box, offset=0))
 
     def _stored(
-        self, candidate: Candidate, owners: Iterable[int]
+        self, candidate: Candidate, files: Mapping[int, Opened]
     ) -> dict[str, StoredArray]:
-        """Lists the arrays of a step with the pieces in this host's files."""
+        """Lists the arrays of a step with the pieces in some files, by owner."""
         stored = {
             name: StoredArray(name, info)
             for name, info in candidate.header.arrays.items()
         }
-        for owner in owners:
-            opened = self.store.read_header(candidate.step, owner)
+        for owner, opened in files.items():
             for piece, offset in opened.pieces():
                 stored[piece.name].add(StoredPiece(owner, piece.box, offset))
         return stored
@@ -447,7 +464,7 @@ class MemoryTier:
           CheckpointError: a part of an array is in none of this host's files.
           OSError: a file cannot be read.
         """
-        owners = self.store.inventory().get(candidate.step, {})
+        owners = self._files_here(candidate)
         self.restored_bytes = 0
         with contextlib.ExitStack() as stack:
             files = {

@@ -157,18 +157,21 @@ def _recorded_steps(folder: Path) -> ScheduleSteps | None:
 # --- the checkpoint -------------------------------------------------------------------
 
 
+class MemoryLost(CheckpointError):
+    """Error of a run whose only steps were in memory, and are not sound."""
+
+
 def has_saved(run: Run) -> bool:
     """Tests whether a run has saved, so that it must resume and not begin anew.
 
-    A sound step in memory counts if the folder has none. Torn checkpoints and those in quarantine count, too: a restore reports that none is
+    A sound step in memory counts if the run has saved none in the folder. Torn
+    checkpoints and those in quarantine count, too: a restore reports that none is
     intact. Every process makes the call.
 
     Raises:
       CheckpointError: the run has saved, but its checkpoints are gone.
     """
     if coordination.broadcast(folders.has_steps(run.store.folder)):
-        return True
-    if run.store.memory is not None and run.store.memory.confirm():
         return True
     saves = iter_events(run.folder, ["save"])
     has_event = any(line.row is not None and line.row.get("ok") for line in saves)
@@ -177,7 +180,7 @@ def has_saved(run: Run) -> bool:
             f"the run in {run.folder} has saved, but {run.store.folder} has no checkpoint: put it back "
             f"(is it mounted?), or start a new run with another --workdir"
         )
-    return False
+    return run.store.memory is not None and run.store.memory.confirm()
 
 
 def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Restored:
@@ -191,6 +194,7 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
 
     Raises:
       CheckpointError: no checkpoint is intact. An event has the reason for each.
+      MemoryLost: no step in memory is sound, and the folder never had one.
       ConfigError: the run's model, optimizer, config or data have changed.
     """
     store = run.store
@@ -208,6 +212,8 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
         ) from error
     except CheckpointError as error:
         _report_damage(run, error.steps)
+        if not coordination.broadcast(folders.has_steps(store.folder)):
+            raise MemoryLost(str(error)) from error
         raise
     # They are in quarantine now: a later start would not find them again.
     _report_damage(run, store.damaged_steps)

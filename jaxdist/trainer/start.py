@@ -79,7 +79,11 @@ def init_or_restore(
             compiled = _begin_to_compile(run, pool)
         if has_saved:
             phase("restore", 0)
-            first = _restore(run, dataset, back_to, pool)
+            try:
+                first = _restore(run, dataset, back_to, pool)
+            except restore.MemoryLost as error:
+                run.note(f"the run begins anew: {error}")
+                first = _new_state(run, dataset, init())
         else:
             first = _new_state(run, dataset, init())
         step = first.progress.step
