@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxdist.checkpoint import memory_file, memory_store
-from jaxdist.checkpoint.folders import list_steps
+from jaxdist.checkpoint.folders import CheckpointError, list_steps
 from jaxdist.checkpoint.orbax_backend import OrbaxBackend
 from jaxdist.config import ConfigError
 from jaxdist.step.state import State
@@ -208,20 +208,46 @@ def test_a_bad_copy_without_any_other_step_begins_anew(tmp_path, undisturbed):
     assert_equal(state, undisturbed)
 
 
+def test_a_folder_that_is_gone_is_told_although_memory_has_a_step(tmp_path):
+    crash(tmp_path / "run", tmp_path / "memory", after=6)
+    (tmp_path / "run/checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="has saved, but"):
+        run(tmp_path / "run", tmp_path / "memory")
+
+
+def damage_contents(monkeypatch, step: int) -> None:
+    """Changes an array of a step before its file is hashed and written."""
+    honest = memory_file.write
+
+    def damaging(file, header, contents):
+        contents = [np.array(x) for x in contents]
+        if header.step == step:
+            contents[-1].reshape(-1).view(np.uint8)[0] ^= 1
+        return honest(file, header, contents)
+
+    monkeypatch.setattr(memory_file, "write", damaging)
+
+
+def test_a_wrong_array_that_is_the_only_step_begins_anew(
+    tmp_path, undisturbed, monkeypatch
+):
+    """The file is sound, so the fault shows only once the arrays are on the devices."""
+    folder, memory = tmp_path / "run", tmp_path / "memory"
+    never = {"checkpoint__every_steps": 0, "checkpoint__memory_every_steps": 6}
+    damage_contents(monkeypatch, step=6)
+    crash(folder, memory, after=6, **never)
+    state = run(folder, memory, **never)
+    assert "fingerprint" in events(folder, "bad_memory_copy")[0]["reason"]
+    assert not events(folder, "restore")
+    assert_equal(state, undisturbed)
+
+
 def test_a_wrong_array_with_right_hashes_is_seen_on_the_devices(
     tmp_path, undisturbed, monkeypatch, reads
 ):
     """The bits changed between the devices and the file."""
     folder, memory = tmp_path / "run", tmp_path / "memory"
-    honest = memory_file.write
-
-    def damaging(file, header, contents):
-        contents = [np.array(x) for x in contents]
-        if header.step == 6:
-            contents[-1].reshape(-1).view(np.uint8)[0] ^= 1
-        return honest(file, header, contents)
-
-    monkeypatch.setattr(memory_file, "write", damaging)
+    damage_contents(monkeypatch, step=6)
     crash(folder, memory, after=6)
     state = run(folder, memory)
     (bad,) = events(folder, "bad_memory_copy")
