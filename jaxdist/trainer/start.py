@@ -82,7 +82,7 @@ def init_or_restore(
             try:
                 first = _restore(run, dataset, back_to, pool)
             except restore.MemoryLost as error:
-                run.note(f"the run begins anew: {error}")
+                run.note(f"the run starts from its first state: {error}")
                 first = _new_state(run, dataset, init())
         else:
             first = _new_state(run, dataset, init())
