@@ -262,11 +262,11 @@ def test_keys_keep_to_their_budgets_and_each_has_a_meaning():
     # has another output, which commands and exports must know. 158 with three keys of
     # checkpoint.memory_*: where steps in memory are, how often, and on how many hosts.
     # 159 with model.rope_query_growth: Ministral 3 has it, and no other key can express
-    # it. 165 with model.latent: the six sizes of latent attention.
+    # it.
     too_many = (
-        f"{len(others)} keys without features: drop one, or raise 165 and say why"
+        f"{len(others)} keys without features: drop one, or raise 159 and say why"
     )
-    assert len(others) <= 165, too_many
+    assert len(others) <= 159, too_many
     assert not [path for path, field in fields.items() if not field.doc]
 
 
