@@ -4,7 +4,7 @@ what is refused.
 
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 
 import jax
@@ -693,7 +693,7 @@ def test_what_does_not_go_together_is_said_in_a_line(changes, said):
 
 def test_a_family_whose_layers_all_have_experts_takes_no_model_with_dense_ones():
     config = replace(TINY, num_kv_heads=2, num_experts=E)
-    assert hf_config.fields_of(vars(config))[0].model_type == "mixtral"
+    assert hf_config.fields_of(asdict(config))[0].model_type == "mixtral"
     with pytest.raises(ConfigError) as raised:
-        hf_config.fields_of(vars(replace(config, first_dense_layers=1)))
+        hf_config.fields_of(asdict(replace(config, first_dense_layers=1)))
     assert "model.first_dense_layers=1" in str(raised.value)

@@ -26,6 +26,11 @@ PACKAGE = ROOT / "jaxdist"
 EVENTS = {
     "start",
     "start_failed",
+    "memory_save",
+    "memory_interval",
+    "memory_restore",
+    "memory_copy_failed",
+    "bad_memory_copy",
     "restore",
     "save",
     "evaluate",
