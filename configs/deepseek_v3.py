@@ -2,6 +2,7 @@
 
     python -m jaxdist.train --config deepseek_v3 --config.data.path='tokens/*.bin'
     python -m jaxdist.train --config deepseek_v3:tiny    # the same family in a CPU minute
+    python -m jaxdist.plan --config deepseek_v3:tiny --on cpu:1    # 0.11 GiB
 
 The batch is that of the paper after its first phase. Positions are not stretched, and there is no
 prediction of further tokens. The .bin files hold token ids as uint32 (129,280 tokens do not fit in uint16).
