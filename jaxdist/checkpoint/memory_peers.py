@@ -13,9 +13,6 @@ from typing import NamedTuple
 
 import jax
 
-# the service's address has no public name in jax 0.10 to 0.12
-from jax._src import distributed
-
 from jaxdist.checkpoint import memory_store
 from jaxdist.checkpoint.folders import CheckpointError, error_text
 from jaxdist.checkpoint.memory_store import MemoryStore
@@ -122,10 +119,6 @@ class MemoryPeers:
             if copy.reason
         ]
 
-    def wait(self, seconds: float) -> bool:
-        """Waits until nothing is being sent; False if that takes longer."""
-        return self._sender.wait(seconds)
-
     def fetch(self, step: int, owner: int, processes: Iterable[int]) -> None:
         """Gets a file from any of the processes that hold it.
 
@@ -169,8 +162,8 @@ def _interface() -> str:
     Raises:
       OSError: there is no way.
     """
-    coordinator = distributed.global_state.coordinator_address or f"{LOOPBACK}:9"
-    host, _, port = coordinator.rpartition(":")
+    service = coordination.service_address() or f"{LOOPBACK}:9"
+    host, _, port = service.rpartition(":")
     infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
     family, kind, protocol, _, address = infos[0]
     with socket.socket(family, kind, protocol) as probe:

@@ -54,10 +54,7 @@ from jaxdist.storage import atomic, run_format, untrusted
 from jaxdist.telemetry import clock
 
 KEEP = 2  # complete steps that stay in memory
-# Copies of a process's part of the state: the kept steps, the one that is being written,
-# and the arrays that were copied from the devices.
-FILES = KEEP + 1
-STAGED = 1
+FILES = KEEP + 1  # files of a process: the kept steps, and the one that is written
 _BRANCH = "branch"  # key of the file that names the branch
 # seconds between two looks at which processes have written, at first and at most
 _LOOK_S = 0.01
@@ -432,10 +429,9 @@ class MemoryTier:
         """Adds the pieces of all files. The first holder of each tells the others."""
         told = []
         with error_on_all(Exception):
-            for owner in candidate.holders:
+            for owner, opened in self._files_here(candidate).items():
                 if jax.process_index() == min(candidate.processes(owner)):
-                    header = self.store.read_header(candidate.step, owner).header
-                    told.append([owner, header.to_json()["pieces"]])
+                    told.append([owner, opened.header.to_json()["pieces"]])
         for vote in coordination.votes(told):
             for owner, pieces in vote:
                 for name, start, stop in pieces:
@@ -676,9 +672,9 @@ class MemoryTier:
             self.store.keep(job.kept.__contains__)
             if not error:
                 self._write(job)
+                self._offer(step)
         except Exception as failure:  # training continues
             error = error_text(failure)
-        self._offer(step, error)
         job.contents.clear()  # on an accelerator, this frees the host's memory
         failed_copies = self.peers.take_failures() if self.peers else []
         try:
@@ -698,9 +694,9 @@ class MemoryTier:
             )
         )
 
-    def _offer(self, step: int, error: str) -> None:
-        """Starts to send this process's file to other hosts, if it was written."""
-        if self.peers is None or error:
+    def _offer(self, step: int) -> None:
+        """Starts to send this process's file to other hosts."""
+        if self.peers is None:
             return
         owner = jax.process_index()
         size = self.store.inventory().get(step, {}).get(owner)
@@ -771,12 +767,15 @@ class MemoryTier:
         """Collects the saves that ended since the last call. Communicates with nobody."""
         return [self._results.get() for _ in range(self._results.qsize())]
 
-    def require_room(self, abstract_arrays: Mapping[str, Any], copies: int) -> str:
+    def require_room(
+        self, abstract_arrays: Mapping[str, Any], *, copies: int, staged: int
+    ) -> str:
         """Checks that the memory of every host holds the tier.
 
         Args:
           abstract_arrays: arrays of the state by canonical name, with shardings.
           copies: number of hosts that hold each file.
+          staged: copies of the arrays that running saves hold beside the files.
 
         Returns:
           Why this host's memory does not; "" if it does.
@@ -795,7 +794,7 @@ class MemoryTier:
             sum(here),
             processes=len(here),
             files=FILES * copies,
-            staged=STAGED,
+            staged=staged,
         )
 
     def wait(self) -> None:

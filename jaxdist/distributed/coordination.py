@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-# the service's client has no public name in jax 0.10 to 0.12
+# the service's client and address have no public names in jax 0.10 to 0.12
 from jax._src import distributed
 
 from jaxdist.config import (
@@ -55,6 +55,11 @@ def is_lead() -> bool:
     Only the tokenizer's files are written by every process.
     """
     return jax.process_index() == 0
+
+
+def service_address() -> str:
+    """Looks up the address of the service, "host:port"; "" if a process is alone."""
+    return distributed.global_state.coordinator_address or ""
 
 
 def kv_client() -> Any:

@@ -84,27 +84,12 @@ def gemma_rotary() -> Rule:
     """Makes the rule for Gemma 3's two bases; only global layers may be scaled."""
 
     def read(source: Source, values: Values) -> dict[str, Any]:
-        parameters = source.inside(
-            "rope_parameters", source.take("rope_parameters", None) or {}
-        )
-        full, local = (
-            parameters.inside(name, parameters.take(name, None) or {}) for name in KINDS
-        )
-        scaling = source.inside("rope_scaling", source.take("rope_scaling", None) or {})
-        full.config |= scaling.config
+        parameters, full, local = _of_kinds(source)
         theta = full.number("rope_theta", source.number("rope_theta", 1_000_000.0))
         local_theta = local.number(
             "rope_theta", source.number("rope_local_base_freq", 10_000.0)
         )
-        kinds = tuple(SCALINGS)
-        scaling_values = _read_scaling(full, source, kinds)
-        if _read_scaling(local, source, kinds):
-            local.refuse(
-                "rope_type",
-                local.config.get("rope_type"),
-                "not built; required 'default'",
-            )
-        source.faults += full.close() + local.close() + parameters.close()
+        scaling_values = _read_global_scaling(source, parameters, full, local)
         has_local = "local" in values["layer_pattern"]
         return {
             "rope_theta": float(theta),
@@ -131,14 +116,7 @@ def olmo_rotary() -> Rule:
     theta = 500_000.0
 
     def read(source: Source, values: Values) -> dict[str, Any]:
-        parameters = source.inside(
-            "rope_parameters", source.take("rope_parameters", None) or {}
-        )
-        full, local = (
-            parameters.inside(name, parameters.take(name, None) or {}) for name in KINDS
-        )
-        scaling = source.inside("rope_scaling", source.take("rope_scaling", None) or {})
-        full.config |= scaling.config
+        parameters, full, local = _of_kinds(source)
         has_local = "local" in values["layer_pattern"]
         whole = source.number("rope_theta", theta)
         base = full.number("rope_theta", whole)
@@ -150,15 +128,7 @@ def olmo_rotary() -> Rule:
                 "versions of transformers differ in local layers; write a base for each "
                 "kind of layer in rope_parameters",
             )
-        kinds = tuple(SCALINGS)
-        scaling_values = _read_scaling(full, source, kinds)
-        if _read_scaling(local, source, kinds):
-            local.refuse(
-                "rope_type",
-                local.config.get("rope_type"),
-                "not built; required 'default'",
-            )
-        source.faults += full.close() + local.close() + parameters.close()
+        scaling_values = _read_global_scaling(source, parameters, full, local)
         return {
             "rope_theta": float(base),
             "rope_theta_local": float(local_base) if has_local else 0.0,
@@ -175,6 +145,36 @@ def olmo_rotary() -> Rule:
         return fields
 
     return Rule(read, write)
+
+
+def _of_kinds(source: Source) -> tuple[Source, Source, Source]:
+    """Reads rope_parameters, and its mappings for global and for local layers.
+
+    rope_scaling of transformers 4 is that of global layers.
+    """
+    parameters = source.inside(
+        "rope_parameters", source.take("rope_parameters", None) or {}
+    )
+    full, local = (
+        parameters.inside(name, parameters.take(name, None) or {}) for name in KINDS
+    )
+    scaling = source.inside("rope_scaling", source.take("rope_scaling", None) or {})
+    full.config |= scaling.config
+    return parameters, full, local
+
+
+def _read_global_scaling(
+    source: Source, parameters: Source, full: Source, local: Source
+) -> dict[str, Any]:
+    """Reads the scaling of global layers; that of local layers is refused."""
+    kinds = tuple(SCALINGS)
+    values = _read_scaling(full, source, kinds)
+    if _read_scaling(local, source, kinds):
+        local.refuse(
+            "rope_type", local.config.get("rope_type"), "not built; required 'default'"
+        )
+    source.faults += full.close() + local.close() + parameters.close()
+    return values
 
 
 def ministral_rotary() -> Rule:

@@ -108,6 +108,8 @@ class Trainer:
             return RunEnd(state, reason=reason, has_trained=False)
         if not self._is_finished():
             return None
+        if self.saver.save_restored(state):
+            self._require_saved(self.progress.step)
         error = self._fault_of_last_updates(state)
         reason = ""
         if self.progress.step < self.config.train.steps:
@@ -147,14 +149,7 @@ class Trainer:
         steps = self.config.train.steps
         step = self.progress.step
         self.log.end()
-        lost = self.saver.finish(step)
-        if lost:
-            message = (
-                f"the last checkpoint could not be written; {lost}; free the disk and "
-                f"run again"
-            )
-            self.writer.event("stop", step, reason="save_failed", error=message)
-            raise TrainingStopped(message, "save_failed")
+        self._require_saved(step)
         if self.signals.stopping and step < steps:
             self.writer.event("preempted", step)
             stopped = f"stopped after step {step}, saved; run again to resume"
@@ -171,6 +166,17 @@ class Trainer:
         self.callbacks.phase("end", step)
         error = self._fault_of_last_updates(state)
         return RunEnd(state, reason=reason, error=error)
+
+    def _require_saved(self, step: int) -> None:
+        """Waits for the last save, which must succeed."""
+        lost = self.saver.finish(step)
+        if lost:
+            message = (
+                f"the last checkpoint could not be written; {lost}; free the disk and "
+                f"run again"
+            )
+            self.writer.event("stop", step, reason="save_failed", error=message)
+            raise TrainingStopped(message, "save_failed")
 
     def _fault_of_last_updates(self, state: State) -> TrainingStopped | None:
         """Makes the error of a run whose last updates were skipped.

@@ -47,7 +47,9 @@ class MemorySaves(Callback):
         self._is_measured = False  # whether a save has told the interval its time
         self._last = (0, 0.0)  # step and time of the last call of `on_step`
         self._step_s = 0.0  # seconds of a step since that call
-        self._skipped = 0  # saves that did not begin since the last complete one
+        self._missed = (
+            0  # saves that were skipped or failed since the last complete one
+        )
 
     def on_start(self, run: Run) -> None:
         """Opens the tier, so that the run can be restored from it.
@@ -108,8 +110,12 @@ class MemorySaves(Callback):
             )
         if not self._has_started:
             abstract = state_dict.to_canonical(self._run.built.views.abstract)
-            peers = self._run.config.checkpoint.memory_peers
-            fault = tier.require_room(abstract, copies=1 + peers)
+            config = self._run.config.checkpoint
+            # that of a save in memory, and that of a save to the folder beside it
+            staged = 2 if config.asynchronous else 1
+            fault = tier.require_room(
+                abstract, copies=1 + config.memory_peers, staged=staged
+            )
             if fault:
                 raise ConfigError(fault)
             self._prepare(tier, abstract)
@@ -163,14 +169,14 @@ class MemorySaves(Callback):
         tier.save(view.step, state_dict.to_canonical(flat), decision)
 
     def _skip(self, step: int) -> None:
-        self._skipped += 1
+        self._missed += 1
         self._run.event(
             "memory_save",
             step,
             ok=False,
             error="skipped: the previous save has not ended",
         )
-        if self._skipped == 1:
+        if self._missed == 1:
             self._run.note(
                 f"step {step} is not saved in memory: the previous save has not ended; "
                 f"raise checkpoint.memory_every_steps if this repeats"
@@ -206,12 +212,14 @@ class MemorySaves(Callback):
             for failure in save.failed_copies:
                 self._run.event("memory_copy_failed", save.step, error=failure)
             if save.error:
-                self._run.note(
-                    f"step {save.step} is not saved in memory, training continues: "
-                    f"{save.error}"
-                )
+                self._missed += 1
+                if self._missed == 1:  # each one has its event
+                    self._run.note(
+                        f"step {save.step} is not saved in memory, training continues: "
+                        f"{save.error}"
+                    )
                 continue
-            self._skipped = 0
+            self._missed = 0
             self._choose_interval(save)
 
     def _choose_interval(self, save: MemorySave) -> None:

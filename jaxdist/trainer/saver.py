@@ -10,6 +10,7 @@ from jaxdist.checkpoint.interval import mean_time_between_failures
 from jaxdist.checkpoint.manager import SaveResult
 from jaxdist.distributed import coordination
 from jaxdist.optim.schedules import ScheduleSteps
+from jaxdist.step.state import State
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.units import duration_text, time_text
 from jaxdist.trainer import run_metadata, workdir
@@ -95,6 +96,20 @@ class Saver:
         # The last save waits for the previous one, so its time would mislead.
         if not view.last:
             self._blocked_s[view.step] = time.monotonic() - began
+
+    def save_restored(self, state: State) -> bool:
+        """Starts to save the state of a finished run, if only memory had it.
+
+        Returns:
+          Whether a save has begun.
+        """
+        step = self.run.progress.step
+        is_in_folder = self.store.last_sealed >= step
+        if is_in_folder or not self.store.config.save_at_end:
+            return False
+        metadata = self.store.metadata(self.run.progress)
+        self.store.save(step, self.views.flat(state), metadata, wait=True)
+        return True
 
     def after_step(self, count: int) -> None:
         """Reports saves that have ended, and prepares the first save in the background.

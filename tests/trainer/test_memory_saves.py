@@ -215,6 +215,15 @@ def test_a_folder_that_is_gone_is_told_although_memory_has_a_step(tmp_path):
         run(tmp_path / "run", tmp_path / "memory")
 
 
+def test_a_finished_state_that_only_memory_has_goes_to_the_folder(tmp_path):
+    folder, memory = tmp_path / "run", tmp_path / "memory"
+    crash(folder, memory, after=6)
+    assert list_steps(folder / "checkpoints") == [4]
+    run(folder, memory, train__steps=6)
+    assert 6 in list_steps(folder / "checkpoints")
+    assert not list(memory.iterdir())
+
+
 def damage_contents(monkeypatch, step: int) -> None:
     """Changes an array of a step before its file is hashed and written."""
     honest = memory_file.write
@@ -443,6 +452,9 @@ def test_a_full_memory_at_the_start_is_refused_with_the_arithmetic(
     monkeypatch.setattr(memory_store, "is_in_memory", lambda folder: True)
     with pytest.raises(ConfigError, match=r"4 copies need [\d,]+, and 1,000 are free"):
         run(tmp_path / "run", tmp_path / "memory")
+    # a save to the folder that runs beside it holds a copy, too
+    with pytest.raises(ConfigError, match="5 copies need"):
+        run(tmp_path / "two", tmp_path / "memory", checkpoint__asynchronous=True)
 
 
 def test_a_full_memory_while_training_skips_the_save(
