@@ -318,7 +318,8 @@ def test_one_of_several_that_is_stopped_is_ended_before_its_limit(
     memory.write_bytes(
         bytes(watchdog_process.BEAT_AT) + watchdog_process.BEAT.pack(*beat)
     )
-    reader, writer = os.pipe()
+    reader, descriptor = os.pipe()
+    writer = os.fdopen(descriptor, "wb")  # its `close` may be called twice
     found = []
 
     def end(self, beat, now, guilty):
@@ -326,7 +327,7 @@ def test_one_of_several_that_is_stopped_is_ended_before_its_limit(
 
     monkeypatch.setattr(watchdog_process.WatchdogProcess, "_end", end)
     # After this time the process has ended, as far as the watcher knows.
-    timer = threading.Timer(30 if ended else 1.5, os.close, [writer])
+    timer = threading.Timer(30 if ended else 1.5, writer.close)
     with subprocess.Popen(["sleep", "1000"]) as child, memory.open("rb") as file:
         monkeypatch.setattr(watchdog_process.os, "getppid", lambda: child.pid)
         if is_stopped:
@@ -344,9 +345,9 @@ def test_one_of_several_that_is_stopped_is_ended_before_its_limit(
             leave=0,
         ).run()
         child.kill()
-    if timer.is_alive():
-        timer.cancel()
-        os.close(writer)
+    timer.cancel()
+    timer.join()
+    writer.close()
     os.close(reader)
     assert found == [0] * ended
 
