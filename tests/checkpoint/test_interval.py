@@ -140,6 +140,7 @@ def wait_until(condition, seconds: float = 20) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_each_end_of_a_run_counts_as_what_it_is(tmp_path, monkeypatch, capsys):
     """A real run: ended by an exception, by an interrupt, by a signal for which it
     saves, and to its end.

@@ -50,6 +50,7 @@ def test_the_shipped_set_has_200_pairs():
         assert chosen["content"].startswith(rejected["content"])
 
 
+@pytest.mark.slow
 def test_the_shipped_config_follows_sft_lora(folder, capsys):
     for name in ("quickstart", "sft_lora", "dpo_lora"):
         changes = SHORT | (TINY if name == "quickstart" else {})

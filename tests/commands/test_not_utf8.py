@@ -53,6 +53,7 @@ def test_a_run_cannot_be_there(tmp_path, capsys, monkeypatch):
         workdir.checkpoints_folder(tmp_path, run_config.from_config(config))
 
 
+@pytest.mark.slow
 def test_what_was_copied_there_is_read(tmp_path):
     folder = tmp_path / ODD
     (folder / "checkpoints").mkdir(parents=True)

@@ -635,6 +635,7 @@ def test_prompts_that_are_none_are_refused(flags, text, capsys):
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_frozen_modules_are_read_where_the_objective_needs_them(tmp_path, monkeypatch):
     describe = compose.model_spec
 

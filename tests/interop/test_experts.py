@@ -161,6 +161,7 @@ def test_the_load_is_kept_even_by_what_files_have_a_place_for(tmp_path):
         resolved(model__experts_per_token=1)
 
 
+@pytest.mark.slow
 def test_a_bias_of_the_choice_is_left_out_only_when_told(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     run = tmp_path / "run"

@@ -90,6 +90,7 @@ def test_two_processes_each_read_their_share(tmp_path):
     assert found[0]["sum"] == pytest.approx(found[1]["sum"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_each_read_their_experts(tmp_path):
     """Expert 2 over the processes: each reads half of all but the norms, once."""
     total = write_folder(tmp_path, sparse=True)

@@ -48,7 +48,9 @@ def fields_of(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["run", "adapted"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("run", marks=pytest.mark.slow), "adapted"]
+)
 def test_a_run_goes_out_and_comes_back(name, folder, tmp_path):
     out, back = tmp_path / "out", tmp_path / "back"
     run_convert(folder / name, out, "huggingface")
@@ -181,6 +183,7 @@ def test_a_language_model_needs_the_key_of_the_head(tmp_path):
     assert "set model.head=score" in told
 
 
+@pytest.mark.slow
 def test_a_reward_model_begins_with_a_run(folder, tmp_path):
     """With a run of a language model the score is random, with a reward model read."""
     body = values_of(CAUSAL, tmp_path, **{"train.steps": 1})

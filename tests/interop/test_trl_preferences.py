@@ -222,6 +222,7 @@ def kl_of(run, step):
     return len(case["pairs"]) * total / run["beta"] / tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", ["computed", "module"])
 def test_a_reference_in_the_data_is_one_in_the_step(reference, tmp_path):
     wanted = stored("losses.json")["runs"]["sigmoid"]["losses"]
@@ -234,6 +235,7 @@ def test_a_reference_in_the_data_is_one_in_the_step(reference, tmp_path):
     assert (tmp_path / "run/reference.npz").exists() == (reference == "computed")
 
 
+@pytest.mark.slow
 def test_the_base_of_adapters_starts_at_a_margin_of_zero(tmp_path):
     values = config_of("sigmoid", rows_file(tmp_path), str(tmp_path / "cache"))
     rows = train(
@@ -271,6 +273,7 @@ def test_contradictions_are_refused_before_anything_compiles(more, message, tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", ["computed", "module"])
 @pytest.mark.parametrize(
     "loss", [pytest.param("sigmoid", marks=pytest.mark.slow), "ipo"]

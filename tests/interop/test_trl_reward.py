@@ -70,6 +70,7 @@ def test_losses_of_twenty_steps_are_those_of_trl(model, tmp_path):
         assert not [name for name in row if name.startswith("logps/")]
 
 
+@pytest.mark.slow
 def test_centered_rewards_are_those_of_trl(model, tmp_path):
     wanted = REWARD["centered"]
     weight = wanted["center_rewards_coefficient"]
@@ -81,6 +82,7 @@ def test_centered_rewards_are_those_of_trl(model, tmp_path):
     assert rows[0]["grad_norm"] == pytest.approx(wanted["gradient_norm"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_scores_of_a_run_are_those_of_trl(model, tmp_path):
     values = values_of(model, tmp_path, **{"optimizer.learning_rate": 1e-30})
     train(values | {"train.steps": 1}, tmp_path / "run")
@@ -97,6 +99,7 @@ def test_the_scores_of_a_run_are_those_of_trl(model, tmp_path):
             assert float(scores[0, -1, 0]) == pytest.approx(score, rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_language_model_gets_a_random_score_of_the_seed(tmp_path):
     def first(seed):
         values = values_of(CAUSAL, tmp_path)

@@ -304,6 +304,7 @@ def reference_of(run) -> jax.Array:
     return run.outcome.state.modules["reference"]["embedding"]
 
 
+@pytest.mark.slow
 def test_an_objective_trains_a_policy_against_its_frozen_module(tmp_path):
     run = prefer(folder=tmp_path, **GIVEN, **ONE)
     # The reference has the policy's first values, so a pair's loss is log 2.

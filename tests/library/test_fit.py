@@ -346,6 +346,7 @@ def test_iterators_pass_over_what_was_had_and_do_not_go_back():
         dataset.train_batch(1, 2)
 
 
+@pytest.mark.slow
 def test_a_models_own_cache_writes(whole):
     config = TransformerConfig(
         vocab_size=32,
@@ -611,6 +612,7 @@ def stopped_script(launched_script) -> None:
     assert "[1] devices 4\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_script_joins_its_processes_and_ends_as_train_does(launched_script, tmp_path):
     stopped_script(launched_script)
     events = read_events(tmp_path / "runs" / "joined")
@@ -708,6 +710,7 @@ def run_script(code: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path):
     notebook = json.loads((ROOT / "examples" / "jaxdist_in_colab.ipynb").read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
@@ -797,7 +800,10 @@ def _shows(cell: str) -> bool:
     return bool(re.match(r"(?!print)[a-z]", last)) and "=" not in last.split("(")[0]
 
 
-@pytest.mark.parametrize("page", ["library", "library-runs", "evaluate"])
+@pytest.mark.parametrize(
+    "page",
+    ["library", pytest.param("library-runs", marks=pytest.mark.slow), "evaluate"],
+)
 def test_the_snippets_of_the_docs_run(page, tmp_path):
     ending = {"library": 'print("accuracy", accuracy)', "evaluate": "print(judge)"}
     said = run_script("\n".join([*blocks_of(page), ending.get(page, "")]), tmp_path)

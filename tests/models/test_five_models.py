@@ -84,7 +84,7 @@ def losses(run: run_config.RunConfig, num_devices: int) -> tuple[list[float], se
     "name",
     [
         "convolutional network",
-        "mixer",
+        pytest.param("mixer", marks=pytest.mark.slow),
         "recurrent network",
         pytest.param("vision transformer", marks=pytest.mark.slow),
         pytest.param("masked encoder", marks=pytest.mark.slow),

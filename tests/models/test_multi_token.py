@@ -396,6 +396,7 @@ def check(result: Any, reference: Any) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_mixed_layout_computes_what_one_device_computes():
     batch = batch_for(Case(packed=True))
     check(run(MIXED, AHEAD, batch=batch), on_one_device(AHEAD))

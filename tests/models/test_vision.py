@@ -419,6 +419,7 @@ def test_a_run_outlives_the_file_of_its_arrays(tmp_path):
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_a_small_one_learns(tmp_path):
     small = {
         "train__steps": 60,

@@ -194,7 +194,10 @@ def on_one_device():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow) if "," in name else name
+        # the other layouts by default: those of pairs, which share the executors
+        name
+        if name in ("once", "tensor")
+        else pytest.param(name, marks=pytest.mark.slow)
         for name in LAYOUTS
     ],
 )
@@ -311,6 +314,7 @@ def test_a_run_learns_from_a_larger_teacher_and_resumes_without_it(tmp_path):
         parsed([*new, *arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("needs_tokenizers")
 def test_a_run_is_the_teacher_of_itself_and_of_a_smaller_one(tmp_path):
     config = config_of(tmp_path, objective__name="next_token", objective__teacher="")

@@ -264,7 +264,16 @@ def _with_all():
     return DirectPreference(reference="module", sft_weight=0.5)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # a pipeline accumulates, too
+        name
+        if name in ("pipeline", "context")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in LAYOUTS
+    ],
+)
 def test_every_layout_has_the_loss_of_one_device(name):
     found = run(spec_for(_with_all()), LAYOUTS[name], two_pairs_in_a_row())
     wanted = on_one_device()

@@ -118,7 +118,15 @@ def on_one_device():
     return run(spec_for(BradleyTerry(0.3), TIED), case(), two_pairs_in_a_row())
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("once", "pipeline, edges last")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in LAYOUTS
+    ],
+)
 def test_every_layout_has_the_loss_of_one_device(name):
     found = run(spec_for(BradleyTerry(0.3), TIED), LAYOUTS[name], two_pairs_in_a_row())
     wanted = on_one_device()

@@ -46,6 +46,7 @@ def wait_for_memory(agent, workdir: Path, step: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_two_processes_of_which_one_is_killed_resume_from_memory(tmp_path):
     workdir, memory = tmp_path / "run", tmp_path / "memory"
     with launched(workdir, "--processes", "2", devices=1, **settings(memory)) as agent:

@@ -157,6 +157,7 @@ def test_in_bfloat16_layouts_differ_by_the_sum_over_tensor_shards_alone():
                 assert (bits(x) == bits(many[name][part])).all(), (name, part)
 
 
+@pytest.mark.slow
 @each_recipe
 def test_gradients_of_parts_of_a_batch_add_up_to_the_whole_s(recipe):
     x, dy = (jnp.asarray(normal(512, columns), jnp.bfloat16) for columns in (64, 96))

@@ -146,6 +146,7 @@ def test_layers_that_save_more_compute_less_again():
     assert forward <= again < 1.35 * forward
 
 
+@pytest.mark.slow
 def test_a_group_keeps_its_first_layers_input():
     """Of 12 layers: 12 inputs of 2,048 tokens, or 4 + 3 of them, or 3 + 4; weights of a
     group take less.

@@ -76,6 +76,7 @@ def test_neither_part_of_a_line_is_negative():
     assert flat.to_json()["bytes_per_s"] is None
 
 
+@pytest.mark.slow
 def test_a_plan_takes_the_times_of_the_file(tmp_path, monkeypatch, capsys):
     """Each kind has its own latency and rate; the sums are made by hand from counts and
     bytes.

@@ -232,6 +232,7 @@ def test_short_sequences_of_a_large_batch_are_not():
     assert one.estimate.context == 0
 
 
+@pytest.mark.slow
 def test_a_search_keeps_the_rules_of_a_run():
     run = run_of(
         "llama3_8b",

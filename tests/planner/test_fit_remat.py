@@ -53,6 +53,7 @@ def weigher(on: str, share: float) -> policies.Policies:
     return policies.Policies(asked(), targets.parse(on), limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "on",
     [
@@ -80,6 +81,7 @@ def test_the_best_is_no_slower_than_any_policy_of_the_search(on):
     assert on != "cpu:8" or memory.HOST not in components  # a CPU's host is itself
 
 
+@pytest.mark.slow
 def test_of_equal_policies_the_one_of_a_word_comes_first():
     """Else names of one program take the places of those that are compiled."""
     run = run_of("quickstart", **{"remat.policy": "fit", "batch.global_size": 8192})
@@ -91,6 +93,7 @@ def test_of_equal_policies_the_one_of_a_word_comes_first():
     assert dots.run.remat.policy == "dots"
 
 
+@pytest.mark.slow
 def test_more_memory_means_less_recomputation():
     steps = [
         weigher("cpu:8", share).best()[0].estimate.compute for share in (0.02, 0.3, 1.0)

@@ -108,6 +108,7 @@ def test_pipelines_are_tried_where_the_last_layers_save_more():
     validation.validate_on(staged[-1].run, target.num_devices, 1, with_data=False)
 
 
+@pytest.mark.slow
 def test_every_layout_is_legal_and_keeps_the_batch(llama):
     run, target, _, _, found = llama
     assert len(found) > 1000

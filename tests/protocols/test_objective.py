@@ -97,7 +97,9 @@ def test_a_reference_with_a_state_of_its_layers_is_pipelined():
     "place",
     [
         case(),
-        case({"pipeline": 2, "fsdp": 2}, accumulation=2),
+        pytest.param(
+            case({"pipeline": 2, "fsdp": 2}, accumulation=2), marks=pytest.mark.slow
+        ),
         pytest.param(case({"context": 2, "tensor": 2}), marks=pytest.mark.slow),
     ],
 )
@@ -382,6 +384,7 @@ def routed_pairs() -> Result:
     return run(spec_for(Preference(), ROUTED), case(), batch_of_pairs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     [
@@ -428,6 +431,7 @@ def test_losses_of_routers_weigh_as_in_the_default_where_pairs_are_counted():
     assert found.metrics["margin"] == pytest.approx(float(total / count), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_pairs_and_of_routers_are_divided_by_their_own_counts():
     """The gradient is linear in the aux terms' weights, and so is that of a default."""
     free = replace(ROUTED, balance="none", router_z_loss=0)
@@ -441,6 +445,7 @@ def test_gradients_of_pairs_and_of_routers_are_divided_by_their_own_counts():
     assert worst(ours, of_routers(routed_default(), NextToken())) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     [

@@ -66,7 +66,7 @@ def test_accumulation_holds_one_tree_of_gradients(layout, policy):
     assert temp_bytes(ACCUMULATION, layout, policy) < one + 0.2 * whole
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stage_holds_one_tree_of_gradients(accumulation):
     """A half of the whole tree. The compiler for CPUs copies it once, between loops.
 

@@ -170,7 +170,7 @@ def test_each_layer_has_its_own_row():
         # `interleaved` is the same with two chunks
         pytest.param("1f1b", marks=pytest.mark.slow),
         "interleaved",
-        "from stage inputs",
+        pytest.param("from stage inputs", marks=pytest.mark.slow),
     ],
 )
 def test_the_counts_of_every_layout_are_those_of_one_device(name):

@@ -162,6 +162,7 @@ def copies_that_differ(state: Any) -> list[str]:
     return differ
 
 
+@pytest.mark.slow
 def test_a_split_of_the_batch_changes_nothing():
     check_split(next(iter(SPLITS.values())), "batch")
 

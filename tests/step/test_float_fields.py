@@ -65,7 +65,7 @@ PREPARED = ("accumulation", "gather", "two stages")
 # By default each way of cutting up a batch is tried once: parts with packed rows, below,
 # and a sequence in whole pieces, as `heads` has it, by `gather`.
 OF_DATA = ("ring",)
-OF_OBJECTIVE = ("gather", "two stages")
+OF_OBJECTIVE = ("gather",)
 
 
 def marked(names, default):

@@ -193,6 +193,7 @@ def assert_scale_changes_nothing(
         assert after.opt_state.loss_scale == (2.0**power, 1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_and_slow(STEPS))
 def test_in_float32_a_scale_changes_no_bit(name):
     layout, model, config = STEPS[name]

@@ -119,6 +119,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "config", "optimizer"), CASES)
 def test_host_equals_device_bit_for_bit(layout, config, optimizer):
     optimizer = replace(OPTIMIZER, **optimizer)
@@ -222,6 +223,7 @@ def test_evaluation_and_fingerprints_read_an_average_on_the_host():
     }
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_update_their_layers_and_save_them_flat():
     case = pipelines.Case(
         stages=2,
@@ -268,6 +270,7 @@ def test_stages_of_a_pipeline_update_their_layers_and_save_them_flat():
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

@@ -158,6 +158,7 @@ def old(text, tmp_path_factory) -> Path:
     return workdir
 
 
+@pytest.mark.slow
 def test_a_branch_keeps_the_data_and_the_rate_that_the_run_was_trained_with(old, text):
     """The config's learning rate, 0.01, is high for trained weights of another kind."""
     trained_with = source_run.locate(f"{old}@2").trained_with
@@ -378,6 +379,7 @@ def base(text, tmp_path_factory) -> Path:
     return workdir
 
 
+@pytest.mark.slow
 def test_adapters_on_a_base_run_and_on_adapters(base, text, tmp_path):
     tuned = tmp_path / "tuned"
     source = final_arrays(base, 2)

@@ -264,6 +264,7 @@ def test_processes_stop_at_the_same_step_whatever_their_pace():
     assert int(counts["1"]) >= 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shell", [pytest.param("python -c", marks=pytest.mark.slow), "IPython"]
 )

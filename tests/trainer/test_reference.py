@@ -208,6 +208,7 @@ def test_a_run_is_the_reference_of_another(pairs, tmp_path):
     library.run(config, folder, devices=jax.devices()[:1])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_and_evaluate_read_the_file(pairs, tmp_path):
     cache = {"data__cache_dir": str(tmp_path / "cache")}
     train(config_of(pairs, **cache), tmp_path / "whole")
@@ -227,6 +228,7 @@ def test_a_resumed_run_and_evaluate_read_the_file(pairs, tmp_path):
     assert found.tokens == last["eval_tokens"] > 5
 
 
+@pytest.mark.slow
 def test_a_missing_file_is_told_once_the_weights_have_moved_on(pairs, tmp_path):
     cache = {"data__cache_dir": str(tmp_path / "cache")}
     train(config_of(pairs, train__steps=4, **cache), tmp_path / "run")

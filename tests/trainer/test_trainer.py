@@ -187,6 +187,7 @@ def test_without_a_usable_checkpoint_a_run_does_not_begin_anew(
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_log_on_a_full_disk_does_not_stop_a_run(tmp_path):
     with open("/dev/full", "w") as full:
         changes = {

@@ -502,6 +502,7 @@ def test_the_command_finds_layouts_equal(capsys):
     assert "tensor 2 x fsdp 4" in err  # progress goes beside the JSON
 
 
+@pytest.mark.slow
 def test_stages_are_compared_layer_by_layer():
     """Staged parameters, moments and gradients come back flat; a stage too many would
     show.
@@ -544,6 +545,7 @@ def test_a_loss_that_depends_on_the_layout_is_found_out(capsys):
     assert command(capsys, *right)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_that_says_that_it_sums_is_equal_where_replicas_add_up_on_their_own(
     capsys,
 ):
@@ -563,6 +565,7 @@ def test_a_model_of_ones_own_that_says_that_it_sums_is_equal_where_replicas_add_
     assert "all 4 rows equal one device" in out
 
 
+@pytest.mark.slow
 def test_programs_are_let_go_after_their_row(monkeypatch):
     """Those of all layouts at once would take more memory maps than a process
     may have.

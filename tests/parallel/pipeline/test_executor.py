@@ -156,91 +156,100 @@ FEW = {
     "last edges, tied, dropout": Case(
         2, 4, fsdp=2, tensor=2, edges="last", model=replace(MODEL, dropout=0.1, **TIED)
     ),
-    "uneven groups of layers": Case(2, 4, fsdp=2, every=2, model=LOCAL),
 }
 
-MANY = {
-    f"{p} stages, {m} microbatches, {v} chunks": Case(
-        p, m, v, "interleaved" if v > 1 else "1f1b"
-    )
-    for p in (2, 4)
-    for m in (4, 8, 16)
-    for v in (1, 2)
-} | {
-    "interleaved, fsdp and tensor": Case(2, 4, 2, "interleaved", fsdp=2, tensor=2),
-    "tied, fsdp and tensor": Case(2, 4, fsdp=2, tensor=2, model=replace(MODEL, **TIED)),
-    "with fsdp and tensor": Case(2, 4, fsdp=2, tensor=2),
-    "uneven, tied, dropout": Case(4, 4, model=replace(SEVEN, dropout=0.1, **TIED)),
-    "packed, zero 2, accumulation": Case(
-        2, 2, fsdp=2, zero=2, packed=True, accumulation=2
-    ),
-    "last edges, tied, fsdp and tensor": Case(
-        2, 4, fsdp=2, tensor=2, edges="last", model=replace(MODEL, **TIED)
-    ),
-    "groups of layers, dropout": Case(
-        2, 4, fsdp=2, every=2, model=replace(LOCAL, dropout=0.1)
-    ),
-    "data": Case(4, 8, data=2),
-    "zero 1": Case(2, 4, fsdp=2, zero=1),
-    "zero 2": Case(2, 4, fsdp=2, zero=2),
-    "zero 3": Case(4, 4, fsdp=2, zero=3),
-    "two stages": Case(),
-    "accumulation": Case(2, 2, accumulation=2),
-    "packed, zero 2": Case(2, 4, fsdp=2, zero=2, packed=True),
-    "local and global": Case(2, 4, model=LOCAL),
-    "seven layers": Case(4, 8, model=SEVEN),
-    "seven layers, interleaved": Case(2, 4, 2, "interleaved", model=SEVEN),
-    "local and global, fsdp and tensor": Case(
-        2, 4, 2, "interleaved", fsdp=2, tensor=2, model=LOCAL
-    ),
-    "local and global, from stage inputs": Case(
-        2, 4, 2, "interleaved", remat="none", model=LOCAL
-    ),
-    "tied": Case(4, 4, model=replace(MODEL, **TIED)),
-    # Without biases: that of keys has no gradient but noise, where positions are
-    # learned.
-    "learned positions": Case(
-        4, 4, model=replace(MODEL, positions="learned", max_positions=LENGTH)
-    ),
-    "dropout": Case(4, 8, model=replace(MODEL, dropout=0.1)),
-    "dropout, data, accumulation": Case(
-        2,
-        2,
-        2,
-        "interleaved",
-        data=2,
-        accumulation=2,
-        model=replace(MODEL, dropout=0.1),
-    ),
-    "packed": Case(4, 8, packed=True),
-    "packed, interleaved": Case(2, 4, 2, "interleaved", packed=True),
-    "last edges": Case(4, 8, edges="last", model=replace(MODEL, dropout=0.1)),
-    "last edges, interleaved, packed": Case(
-        2, 4, 2, "interleaved", edges="last", packed=True
-    ),
-    "last edges, zero 2, accumulation": Case(
-        2, 4, edges="last", fsdp=2, zero=2, accumulation=2
-    ),
-    "last edges, bfloat16": Case(
-        2, 4, edges="last", fsdp=2, compute="bfloat16", model=CALM
-    ),
-    "gathered once": Case(2, 4, fsdp=2, tensor=2, gather_once=True),
-    "from stage inputs": Case(2, 4, remat="none", model=replace(SEVEN, dropout=0.1)),
-    "from stage inputs, interleaved, fsdp": Case(
-        2, 4, 2, "interleaved", fsdp=2, remat="none"
-    ),
-    "gpipe": Case(4, 8, schedule="gpipe"),
-    "gpipe, from stage inputs": Case(4, 8, schedule="gpipe", remat="none"),
-    "rematerialised layers": Case(2, 4, remat="full"),
-    "groups of layers, padding": Case(2, 4, every=4, model=SEVEN),
-    "groups of layers, interleaved, tensor": Case(
-        2, 4, 2, "interleaved", tensor=2, every=2
-    ),
-    "bfloat16": Case(4, 8, compute="bfloat16", model=CALM),
-    "bfloat16, fsdp and tensor": Case(
-        2, 4, fsdp=2, tensor=2, compute="bfloat16", model=CALM
-    ),
-}
+MANY = (
+    {
+        "uneven groups of layers": Case(2, 4, fsdp=2, every=2, model=LOCAL),
+    }
+    | {
+        f"{p} stages, {m} microbatches, {v} chunks": Case(
+            p, m, v, "interleaved" if v > 1 else "1f1b"
+        )
+        for p in (2, 4)
+        for m in (4, 8, 16)
+        for v in (1, 2)
+    }
+    | {
+        "interleaved, fsdp and tensor": Case(2, 4, 2, "interleaved", fsdp=2, tensor=2),
+        "tied, fsdp and tensor": Case(
+            2, 4, fsdp=2, tensor=2, model=replace(MODEL, **TIED)
+        ),
+        "with fsdp and tensor": Case(2, 4, fsdp=2, tensor=2),
+        "uneven, tied, dropout": Case(4, 4, model=replace(SEVEN, dropout=0.1, **TIED)),
+        "packed, zero 2, accumulation": Case(
+            2, 2, fsdp=2, zero=2, packed=True, accumulation=2
+        ),
+        "last edges, tied, fsdp and tensor": Case(
+            2, 4, fsdp=2, tensor=2, edges="last", model=replace(MODEL, **TIED)
+        ),
+        "groups of layers, dropout": Case(
+            2, 4, fsdp=2, every=2, model=replace(LOCAL, dropout=0.1)
+        ),
+        "data": Case(4, 8, data=2),
+        "zero 1": Case(2, 4, fsdp=2, zero=1),
+        "zero 2": Case(2, 4, fsdp=2, zero=2),
+        "zero 3": Case(4, 4, fsdp=2, zero=3),
+        "two stages": Case(),
+        "accumulation": Case(2, 2, accumulation=2),
+        "packed, zero 2": Case(2, 4, fsdp=2, zero=2, packed=True),
+        "local and global": Case(2, 4, model=LOCAL),
+        "seven layers": Case(4, 8, model=SEVEN),
+        "seven layers, interleaved": Case(2, 4, 2, "interleaved", model=SEVEN),
+        "local and global, fsdp and tensor": Case(
+            2, 4, 2, "interleaved", fsdp=2, tensor=2, model=LOCAL
+        ),
+        "local and global, from stage inputs": Case(
+            2, 4, 2, "interleaved", remat="none", model=LOCAL
+        ),
+        "tied": Case(4, 4, model=replace(MODEL, **TIED)),
+        # Without biases: that of keys has no gradient but noise, where positions are
+        # learned.
+        "learned positions": Case(
+            4, 4, model=replace(MODEL, positions="learned", max_positions=LENGTH)
+        ),
+        "dropout": Case(4, 8, model=replace(MODEL, dropout=0.1)),
+        "dropout, data, accumulation": Case(
+            2,
+            2,
+            2,
+            "interleaved",
+            data=2,
+            accumulation=2,
+            model=replace(MODEL, dropout=0.1),
+        ),
+        "packed": Case(4, 8, packed=True),
+        "packed, interleaved": Case(2, 4, 2, "interleaved", packed=True),
+        "last edges": Case(4, 8, edges="last", model=replace(MODEL, dropout=0.1)),
+        "last edges, interleaved, packed": Case(
+            2, 4, 2, "interleaved", edges="last", packed=True
+        ),
+        "last edges, zero 2, accumulation": Case(
+            2, 4, edges="last", fsdp=2, zero=2, accumulation=2
+        ),
+        "last edges, bfloat16": Case(
+            2, 4, edges="last", fsdp=2, compute="bfloat16", model=CALM
+        ),
+        "gathered once": Case(2, 4, fsdp=2, tensor=2, gather_once=True),
+        "from stage inputs": Case(
+            2, 4, remat="none", model=replace(SEVEN, dropout=0.1)
+        ),
+        "from stage inputs, interleaved, fsdp": Case(
+            2, 4, 2, "interleaved", fsdp=2, remat="none"
+        ),
+        "gpipe": Case(4, 8, schedule="gpipe"),
+        "gpipe, from stage inputs": Case(4, 8, schedule="gpipe", remat="none"),
+        "rematerialised layers": Case(2, 4, remat="full"),
+        "groups of layers, padding": Case(2, 4, every=4, model=SEVEN),
+        "groups of layers, interleaved, tensor": Case(
+            2, 4, 2, "interleaved", tensor=2, every=2
+        ),
+        "bfloat16": Case(4, 8, compute="bfloat16", model=CALM),
+        "bfloat16, fsdp and tensor": Case(
+            2, 4, fsdp=2, tensor=2, compute="bfloat16", model=CALM
+        ),
+    }
+)
 
 
 @pytest.mark.parametrize("name", FEW)
