@@ -1,10 +1,12 @@
 """Puts a run that saves in memory through planned faults, and checks each recovery.
 
     python benchmarks/step/memory_faults.py plan
-    python benchmarks/step/memory_faults.py quiet --folder F --steps 5000
+    python benchmarks/step/memory_faults.py quiet --folder F --steps 3000
     python benchmarks/step/memory_faults.py run --folder F
     python benchmarks/step/memory_faults.py summary --folder F \
         --out benchmarks/results/memory-faults.json
+    python benchmarks/step/memory_faults.py flat --folder F \
+        --out benchmarks/results/memory-flat.json
 
 `plan` writes `memory_faults_plan.json`: the mix, drawn with a seed, with the source that
 each fault must come back from. `quiet` trains the same run without any fault, and
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import random
@@ -50,13 +53,14 @@ from jaxdist.checkpoint.peers import PeerClient
 from jaxdist.telemetry.metrics import read_rows
 
 HERE = Path(__file__).resolve().parent
+COMMANDS = ("plan", "quiet", "run", "summary", "flat")
 PLAN = HERE / "memory_faults_plan.json"
 AGENT = HERE / "memory_faults_agent.py"
 HOSTS = 4
 SEED = 38
 WAIT_S = 240.0  # longest wait for a recovery
 TMPFS = "size=4m"  # of each host; a file of this run has some 20 kB
-PACE_S = 0.06  # pause of a step, so that there is time to save every second one
+PACE_S = 0.02  # pause of a step, so that there is time to save every second one
 OWN, PEER, FOLDER, NONE = "own memory", "peer's memory", "folder", "no restart"
 
 # kind: (count, source that the lost part comes from)
@@ -145,14 +149,14 @@ def draw(seed: int = SEED) -> list[Fault]:
 def write_plan(path: Path) -> None:
     """Writes the plan."""
     faults = draw()
-    document = {
+    head = {
         "seed": SEED,
         "faults": len(faults),
         "mix": {kind: {"count": n, "source": s} for kind, (n, s) in MIX.items()},
-        "plan": [fault._asdict() for fault in faults],
     }
-    text = json.dumps(document, indent=1)
-    path.write_text(text + "\n")
+    text = json.dumps(head, indent=1).removesuffix("\n}")
+    rows = ",\n".join(f"  {json.dumps(fault._asdict())}" for fault in faults)
+    path.write_text(f'{text},\n "plan": [\n{rows}\n ]\n}}\n')
 
 
 def read_plan(path: Path) -> list[Fault]:
@@ -410,7 +414,8 @@ class Driver:
         self.root = folder
         self.run = Campaign(folder, "campaign")
         self.other = Campaign(folder, "other", processes=1)
-        self.truth = read_states(folder / "quiet")
+        # for each process, the hash of each step that it has seen
+        self.truth = read_states(self.run.folder)
         self.damaged: set[Path] = set()
         self.resumed_at = 0  # step at which the run has resumed last
         self.saved_at = 0  # newest step in the folder that was asked for
@@ -543,13 +548,15 @@ class Driver:
         self.resumed_at = found.step
 
     def compare(self, found: Found, rank: int, row: dict[str, Any]) -> None:
-        """Compares the hash of a state with that of the quiet run."""
-        true = self.truth[rank].get(row["step"])
+        """Compares the hash of a state with the first one of that step.
+
+        `summary` compares all of them with the quiet run.
+        """
+        true = self.truth[rank].setdefault(row["step"], row["sha"])
         found.steps_compared += 1
         if true != row["sha"]:
             found.problems.append(
-                f"{row['kind']} {row['step']} on process {rank}: "
-                f"{'not in the quiet run' if true is None else 'other bits'}"
+                f"{row['kind']} {row['step']} on process {rank} has other bits"
             )
 
     def check(self, fault: Fault, found: Found) -> None:
@@ -776,7 +783,7 @@ class Driver:
                 with client.connection(target) as connection:
                     connection._request(PutRequest(number, owner, size or len(data)))
                     connection._link.receive({Kind.READY})
-                    connection._link.send_data(_Bytes(data), len(data))
+                    connection._link.send_data(io.BytesIO(data), len(data))
                     connection._link.receive({Kind.DONE})
                 found.problems.append(f"junk was stored: {number}, {owner}")
             except PeerError as error:
@@ -917,7 +924,7 @@ class Driver:
             try:
                 with client.connection(self.run.peer(rank)["address"]) as connection:
                     data = forged[fault.host]
-                    connection.put(step + 100, fault.host, _Bytes(data), len(data))
+                    connection.put(step + 100, fault.host, io.BytesIO(data), len(data))
                 found.problems.append("a stale copy was stored")
             except PeerError as error:
                 outcomes[error.reason] += 1
@@ -1004,23 +1011,6 @@ class Driver:
         self.first()
 
 
-class _Bytes:
-    """Bytes as a file."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._position = 0
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = offset + (len(self._data) if whence == os.SEEK_END else 0)
-        return self._position
-
-    def read(self, size: int) -> bytes:
-        data = self._data[self._position : self._position + size]
-        self._position += len(data)
-        return data
-
-
 FAULTS = dict(
     zip(
         MIX,
@@ -1050,8 +1040,6 @@ FAULTS = dict(
 
 def _rewritten(data: bytes, **changes: Any) -> bytes:
     """Writes a file again with another header and other numbers; it is sound in itself."""
-    import io
-
     source = io.BytesIO(data)
     opened = memory_file.read_header(source)
     contents = []
@@ -1091,7 +1079,7 @@ def mounts(memory: Path) -> Iterator[None]:
 
 
 def read_states(folder: Path) -> list[dict[int, str]]:
-    """Reads the hashes of a quiet run: for each process {step: hash}.
+    """Reads the hashes of a run: for each process {step: hash}.
 
     Raises:
       ValueError: a step has two hashes.
@@ -1100,8 +1088,11 @@ def read_states(folder: Path) -> list[dict[int, str]]:
     for rank in range(HOSTS):
         states: dict[int, str] = {}
         for row in _rows(folder / "states" / f"{rank}.jsonl"):
-            if states.setdefault(row["step"], row["sha"]) != row["sha"]:
-                raise ValueError(f"step {row['step']} of the quiet run has two states")
+            if (
+                "sha" in row
+                and states.setdefault(row["step"], row["sha"]) != row["sha"]
+            ):
+                raise ValueError(f"step {row['step']} of process {rank} has two states")
         found.append(states)
     return found
 
@@ -1109,7 +1100,11 @@ def read_states(folder: Path) -> list[dict[int, str]]:
 def _rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    found = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # torn by a kill
+            found.append(json.loads(line))
+    return found
 
 
 def _line(found: Found) -> str:
@@ -1132,6 +1127,49 @@ def quiet(folder: Path, steps: int) -> None:
     assert all(max(each) == steps for each in states)
 
 
+def flat(folder: Path, saves: int, out: Path | None) -> None:
+    """Records the memory of the workers over so many saves in memory."""
+    import measuring
+
+    run = Campaign(folder, "flat")
+    memory = folder / "flat-memory"
+    steps = 2 * saves + 2
+    run.start(
+        memory=f"{memory}/$JAXDIST_PROCESS_ID",
+        FAULTS_PACE_S=str(PACE_S / 2),
+        FAULTS_RSS_EVERY="40",
+        FAULTS_STOP_AT=str(steps),
+    )
+    assert run.agent is not None
+    code = run.agent.wait()
+    rows = [
+        {
+            row["step"] // 2: row["kib"]
+            for row in _rows(lines.path)
+            if row["kind"] == "memory"
+        }
+        for lines in run.states
+    ]
+    good = [event["ok"] for event in run.event("memory_save", 0)]
+    failed = len(run.event("memory_copy_failed", 0))
+    record = measuring.record_head(sys.argv[1:]) | {
+        "exit_code": code,
+        "processes": HOSTS,
+        "saves": sum(good),
+        "saves_that_were_skipped": len(good) - sum(good),
+        "copies_that_failed": failed,
+        "resident_kib": rows,  # of each process: {saves: KiB}
+        "growth_from_100_saves": [
+            max(mine.values()) / mine[100] - 1 for mine in rows if 100 in mine
+        ],
+        "growth_of_the_last_from_100_saves": [
+            mine[max(mine)] / mine[100] - 1 for mine in rows if 100 in mine
+        ],
+    }
+    print({k: v for k, v in record.items() if k.startswith(("grow", "sav", "cop"))})
+    measuring.write(str(out) if out else None, record)
+
+
 def main() -> None:
     """Runs the command."""
     flags = _parser().parse_args()
@@ -1139,6 +1177,8 @@ def main() -> None:
         write_plan(PLAN)
     elif flags.command == "quiet":
         quiet(flags.folder, flags.steps)
+    elif flags.command == "flat":
+        flat(flags.folder, flags.saves, flags.out)
     elif flags.command == "run":
         plan = read_plan(PLAN)
         if flags.pilot:
@@ -1175,13 +1215,15 @@ def summary(folder: Path, out: Path | None) -> None:
             else None,
         }
     losses = _compare_losses(folder)
+    states = _compare_states(folder)
     record = measuring.record_head(sys.argv[1:]) | {
         "seed": SEED,
         "processes": HOSTS,
         "settings": SETTINGS,
         "faults": len(rows),
         "recovered": sum(row["ok"] for row in rows),
-        "states_compared": sum(row["steps_compared"] for row in rows),
+        "states_compared": states[0],
+        "states_that_differ": states[1],
         "losses_compared": losses[0],
         "losses_that_differ": losses[1],
         "steps": max((row["step"] for row in rows), default=0),
@@ -1190,6 +1232,17 @@ def summary(folder: Path, out: Path | None) -> None:
     }
     print(json.dumps({k: v for k, v in record.items() if k != "record"}, indent=1))
     measuring.write(str(out) if out else None, record)
+
+
+def _compare_states(folder: Path) -> tuple[int, int]:
+    """Compares all states with those of the quiet run: their number, and that differ."""
+    true = read_states(folder / "quiet")
+    count = differ = 0
+    for rank, states in enumerate(true):
+        for row in _rows(folder / "campaign/states" / f"{rank}.jsonl"):
+            count += 1
+            differ += row["sha"] != states.get(row["step"])
+    return count, differ
 
 
 def _compare_losses(folder: Path) -> tuple[int, int]:
@@ -1208,9 +1261,10 @@ def _compare_losses(folder: Path) -> tuple[int, int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("command", choices=("plan", "quiet", "run", "summary"))
+    parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/memory-faults"))
-    parser.add_argument("--steps", type=int, default=5000, help="steps of `quiet`")
+    parser.add_argument("--steps", type=int, default=3000, help="steps of `quiet`")
+    parser.add_argument("--saves", type=int, default=500, help="saves of `flat`")
     parser.add_argument("--pilot", type=int, default=0, help="faults of each kind")
     parser.add_argument("--only", default="", help="kinds that contain this text")
     parser.add_argument("--budget-s", type=float, default=1e9, help="seconds")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import hashlib
@@ -34,7 +35,7 @@ import jax
 import numpy as np
 
 from jaxdist import library, train
-from jaxdist.checkpoint import manager, memory_file, memory_tier, state_dict
+from jaxdist.checkpoint import manager, memory_file, state_dict
 from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.checkpoint.memory_peers import MemoryPeers
 from jaxdist.checkpoint.memory_store import MemoryStore
@@ -51,6 +52,8 @@ from jaxdist.trainer.preemption import own_process
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 PACE_S = float(os.environ.get("FAULTS_PACE_S", "0"))
 STOP_AT = int(os.environ.get("FAULTS_STOP_AT", "0"))  # 0 = the run goes on
+# steps between two records of the memory of a worker; 0 = there are none
+RSS_EVERY = int(os.environ.get("FAULTS_RSS_EVERY", "0"))
 MOST_FILES = 256  # open files that the agent may have
 
 
@@ -131,6 +134,9 @@ def _become_worker(
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.closerange(3, MOST_FILES)
+        # they remember what the agent's output was
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = ["jaxdist.train", *command[3:]]
@@ -195,6 +201,14 @@ def _hash(arrays: Mapping[str, Any]) -> str:
     return hashed.hexdigest()
 
 
+def _resident_kib() -> int:
+    """Measures the resident memory, after what is free was given back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") // 1024
+
+
 class Witness(Callback):
     """Callback that records the hash of each step's state."""
 
@@ -208,6 +222,8 @@ class Witness(Callback):
         """Records the state, and passes the campaign's wishes on."""
         flat = self._run.built.views.flat(view.state)
         _record(kind="step", step=view.step, sha=_hash(state_dict.to_canonical(flat)))
+        if RSS_EVERY and view.step % RSS_EVERY == 0:
+            _record(kind="memory", step=view.step, kib=_resident_kib())
         if _rank() == 0 and _take("folder") is not None:
             view.request_save()
         if view.step == STOP_AT:
@@ -293,7 +309,7 @@ def _install() -> None:
             file = _Fatal(file, "save", max(1, int(order["fraction"] * size)))
         return write(file, header, contents)
 
-    memory_tier.memory_file.write = fatal_write  # type: ignore[assignment]
+    memory_file.write = fatal_write
     receive = MemoryStore.receive
 
     @contextlib.contextmanager
