@@ -210,6 +210,7 @@ class Found:
     seconds: float = 0.0  # from the fault to the first step after it
     restore_s: float = 0.0  # from the release of the agent to the restored state
     starts: int = 0
+    complete: list[int] = field(default_factory=list)  # steps before the damage
     damaged: list[list[Any]] = field(default_factory=list)  # [host, step, owner]
     reported: list[list[Any]] = field(default_factory=list)  # [step, owner, reason]
     steps_compared: int = 0  # states of steps on processes that were compared
@@ -581,8 +582,9 @@ class Driver:
                 found.problems.append(f"told of damage that nobody did: {event}"[:200])
         told = {(step, owner) for step, owner, _ in found.reported}
         for host, step, owner in damaged:
-            # of older steps, nobody reads more than the header
-            if step >= found.step and (step, owner) not in told:
+            # of others, nobody reads more than the header
+            is_read = step in found.complete and step >= found.step
+            if is_read and (step, owner) not in told:
                 found.problems.append(f"no event of {host}, {step}, {owner}")
 
     # --- kinds ------------------------------------------------------------------------
@@ -625,7 +627,8 @@ class Driver:
     def flip(self, fault: Fault, found: Found, which: Callable[[Files], Any]) -> None:
         self.strike([fault.host], found)
         files = self.run.scan()
-        found.newest = max(files.complete(), default=0)
+        found.complete = files.complete()
+        found.newest = max(found.complete, default=0)
         for number, (host, step, path) in enumerate(which(files)):
             data = bytearray(path.read_bytes())
             bit = int((fault.where + 0.381966 * number) % 1 * 8 * len(data))
@@ -948,10 +951,12 @@ class Driver:
         memory = f"{self.run.memory}/$JAXDIST_PROCESS_ID"
         self.run.start(memory=memory, FAULTS_PACE_S=str(PACE_S))
 
-    def go(self, plan: list[Fault], budget_s: float) -> None:
+    def go(self, plan: list[Fault], budget_s: float, *, again: bool) -> None:
         """Carries out what is left of the plan."""
         began = time.monotonic()
-        done = {row["number"] for row in _rows(self.record)}
+        done = {row["number"]: row["ok"] for row in _rows(self.record)}
+        if again:
+            done = {number: ok for number, ok in done.items() if ok}
         left = [fault for fault in plan if fault.number not in done]
         print(f"{len(done)} faults done, {len(left)} left", flush=True)
         failures = 0
@@ -1191,7 +1196,7 @@ def main() -> None:
             plan = first
         if flags.only:
             plan = [fault for fault in plan if flags.only in fault.kind]
-        Driver(flags.folder).go(plan, flags.budget_s)
+        Driver(flags.folder).go(plan, flags.budget_s, again=flags.again)
     else:
         summary(flags.folder, flags.out)
 
@@ -1200,7 +1205,8 @@ def summary(folder: Path, out: Path | None) -> None:
     """Summarizes the record of a campaign."""
     import measuring
 
-    rows = _rows(folder / "record.jsonl")
+    tries = _rows(folder / "record.jsonl")
+    rows = list({row["number"]: row for row in tries}.values())  # the last tries
     kinds: dict[str, Any] = {}
     for kind, (count, source) in MIX.items():
         mine = [row for row in rows if row["kind"] == kind]
@@ -1228,6 +1234,7 @@ def summary(folder: Path, out: Path | None) -> None:
         "losses_that_differ": losses[1],
         "steps": max((row["step"] for row in rows), default=0),
         "kinds": kinds,
+        "tries_that_failed": [row for row in tries if not row["ok"]],
         "record": rows,
     }
     print(json.dumps({k: v for k, v in record.items() if k != "record"}, indent=1))
@@ -1267,6 +1274,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--saves", type=int, default=500, help="saves of `flat`")
     parser.add_argument("--pilot", type=int, default=0, help="faults of each kind")
     parser.add_argument("--only", default="", help="kinds that contain this text")
+    parser.add_argument(
+        "--again", action="store_true", help="repeat the faults that failed"
+    )
     parser.add_argument("--budget-s", type=float, default=1e9, help="seconds")
     parser.add_argument("--out", type=Path, help="JSON file of `summary`")
     return parser
