@@ -238,9 +238,12 @@ class Campaign:
 
     # --- the agent --------------------------------------------------------------------
 
-    def start(self, *, memory: str, **variables: str) -> None:
+    def start(
+        self, *, memory: str, changes: dict[str, Any] | None = None, **variables: str
+    ) -> None:
         """Starts the agent."""
         settings = {**SETTINGS, "data.cache_dir": self.folder.parent / "data"}
+        settings |= changes or {}
         if self.processes == 1:
             settings["mesh.fsdp"] = 1
         if memory:
@@ -1133,45 +1136,48 @@ def quiet(folder: Path, steps: int) -> None:
 
 
 def flat(folder: Path, saves: int, out: Path | None) -> None:
-    """Records the memory of the workers over so many saves in memory."""
+    """Records the memory of the workers over so many saves in memory, and without."""
     import measuring
 
-    run = Campaign(folder, "flat")
-    memory = folder / "flat-memory"
-    steps = 2 * saves + 2
-    run.start(
-        memory=f"{memory}/$JAXDIST_PROCESS_ID",
-        FAULTS_PACE_S=str(PACE_S / 2),
-        FAULTS_RSS_EVERY="40",
-        FAULTS_STOP_AT=str(steps),
-    )
-    assert run.agent is not None
-    code = run.agent.wait()
-    rows = [
-        {
-            row["step"] // 2: row["kib"]
-            for row in _rows(lines.path)
-            if row["kind"] == "memory"
+    sides: dict[str, Any] = {}
+    for side, memory in (("memory", folder / "flat-tier"), ("control", None)):
+        run = Campaign(folder, f"flat-{side}")
+        run.start(
+            memory=f"{memory}/$JAXDIST_PROCESS_ID" if memory else "",
+            # the first comparison, at step 1000, compiles a program of 65 MB
+            changes={"health.compare_every": 0},
+            FAULTS_PACE_S=str(PACE_S),
+            FAULTS_RSS_EVERY="40",
+            FAULTS_STOP_AT=str(2 * saves + 2),
+        )
+        assert run.agent is not None
+        code = run.agent.wait()
+        rows = [
+            {
+                row["step"] // 2: row["kib"]
+                for row in _rows(lines.path)
+                if row["kind"] == "memory"
+            }
+            for lines in run.states
+        ]
+        good = [event["ok"] for event in run.event("memory_save", 0)]
+        sides[side] = {
+            "exit_code": code,
+            "saves": sum(good),
+            "saves_that_were_skipped": len(good) - sum(good),
+            "copies_that_failed": len(run.event("memory_copy_failed", 0)),
+            "resident_kib": rows,  # of each process: {steps / 2: KiB}
+            "growth_from_100": [
+                round(mine[max(mine)] / mine[100] - 1, 4) for mine in rows
+            ],
+            "kib_per_save_from_100": [
+                round((mine[max(mine)] - mine[100]) / (max(mine) - 100), 2)
+                for mine in rows
+            ],
         }
-        for lines in run.states
-    ]
-    good = [event["ok"] for event in run.event("memory_save", 0)]
-    failed = len(run.event("memory_copy_failed", 0))
-    record = measuring.record_head(sys.argv[1:]) | {
-        "exit_code": code,
-        "processes": HOSTS,
-        "saves": sum(good),
-        "saves_that_were_skipped": len(good) - sum(good),
-        "copies_that_failed": failed,
-        "resident_kib": rows,  # of each process: {saves: KiB}
-        "growth_from_100_saves": [
-            max(mine.values()) / mine[100] - 1 for mine in rows if 100 in mine
-        ],
-        "growth_of_the_last_from_100_saves": [
-            mine[max(mine)] / mine[100] - 1 for mine in rows if 100 in mine
-        ],
-    }
-    print({k: v for k, v in record.items() if k.startswith(("grow", "sav", "cop"))})
+        shown = {k: v for k, v in sides[side].items() if k != "resident_kib"}
+        print(side, shown, flush=True)
+    record = measuring.record_head(sys.argv[1:]) | {"processes": HOSTS, **sides}
     measuring.write(str(out) if out else None, record)
 
 
