@@ -3,9 +3,9 @@
     python benchmarks/step/memory_faults_agent.py FOLDER PROCESSES TRAIN_FLAGS...
 
 The supervisor is that of `jaxdist launch`. It starts each worker as a fork of this
-process, which has imported everything, and so a restart needs a third of the processor
-time. The agent starts the run again after exit code 75, as a scheduler would, until it
-gets SIGTERM with the file `stop` in FOLDER.
+process, which has imported everything, so that a restart skips the imports. The agent
+starts the run again after exit code 75, as a scheduler would, unless there is the file
+FOLDER/stop.
 
 A worker writes what it restored and the SHA-256 of its part of each step's state to
 FOLDER/states/RANK.jsonl. Faults amid an operation come by FOLDER/orders/POINT.RANK, a
