@@ -223,7 +223,13 @@ class Witness(Callback):
         flat = self._run.built.views.flat(view.state)
         _record(kind="step", step=view.step, sha=_hash(state_dict.to_canonical(flat)))
         if RSS_EVERY and view.step % RSS_EVERY == 0:
-            _record(kind="memory", step=view.step, kib=_resident_kib())
+            kib = _resident_kib()
+            _record(
+                kind="memory",
+                step=view.step,
+                kib=kib,
+                objects=len(gc.get_objects()),
+            )
         if _rank() == 0 and _take("folder") is not None:
             view.request_save()
         if view.step == STOP_AT:
