@@ -57,6 +57,18 @@ class MemoryStore:
         Raises:
           CheckpointError: the folder belongs to another user, or cannot be written.
         """
+        self.make()
+        for path in self._entries():
+            if _PARTIAL.fullmatch(path.name):
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+
+    def make(self) -> None:
+        """Makes the folder unless it is there. Somebody may delete it during a run.
+
+        Raises:
+          CheckpointError: the folder belongs to another user, or cannot be written.
+        """
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -67,9 +79,6 @@ class MemoryStore:
                     f"or is no folder. Remove it, or choose another memory_folder."
                 )
             self.folder.chmod(0o700)
-            for path in self.folder.iterdir():
-                if _PARTIAL.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint.memory_folder: {self.folder} cannot be written "

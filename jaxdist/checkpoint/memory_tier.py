@@ -713,6 +713,7 @@ class MemoryTier:
         fingerprints = fingerprint.finish(list(job.header.arrays), job.sums)
         header = Header(**{**vars(job.header), "fingerprints": fingerprints})
         needed = memory_file.payload_bytes(header.arrays, header.pieces)
+        self.store.make()
         room = memory_store.room_of(self.store.folder)
         if needed > room.bytes:
             raise CheckpointError(

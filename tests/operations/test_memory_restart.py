@@ -200,3 +200,48 @@ def test_a_lost_host_leaves_its_part_to_fewer_hosts(tmp_path):
     assert restored["step"] >= 4
     assert list_steps(workdir / "checkpoints") == [30]
     assert_near(workdir, before)
+
+
+@pytest.mark.slow
+def test_4_processes_become_3_and_4_again_with_nothing_in_the_folder(tmp_path):
+    """Another mesh reads the parts of the one before, though a host is lost each time."""
+    straight, workdir = tmp_path / "straight", tmp_path / "run"
+    memory, capacity = tmp_path / "memory", tmp_path / "capacity"
+    flags = ["--processes", "4", "--min-processes", "3"]
+    flags += ["--capacity-file", str(capacity)]
+    own = {
+        "checkpoint__memory_folder": f"{memory}/$JAXDIST_PROCESS_ID",
+        "checkpoint__memory_peers": 1,
+        "batch__global_size": 12,
+        "mesh__fsdp": 4,
+        "train__steps": 60,
+        "devices": 1,
+    }
+    capacity.write_text("4")
+    with launched(straight, *flags, **settings(tmp_path / "other", **own)) as agent:
+        finish(agent, straight)
+    pace = {"FAULTY_PACE_S": "0.1"}
+    with launched(workdir, *flags, recorded=pace, **settings(memory, **own)) as agent:
+        for step, processes, lost in ((20, "3", 1), (40, "4", 2)):
+            wait_for_memory(agent, workdir, step)
+            capacity.write_text(processes)
+            kill(agent, lost, workdir)
+            shutil.rmtree(memory / str(lost))
+            assert not list_steps(workdir / "checkpoints")
+        finish(agent, workdir)
+    assert [begun["processes"] for begun in events(workdir, "start")] == [4, 3, 4]
+    resized = [event["mesh"] for event in events(workdir, "resize")]
+    print(f"meshes {resized}")
+    first, second = [event["step"] for event in events(workdir, "memory_restore")]
+    print(f"restored {first} and {second}")
+    assert 16 <= first < 40 <= second + 4 < 64
+    restores = [event["step"] for event in events(workdir, "restore")]
+    assert restores == [first, second]
+    assert list_steps(workdir / "checkpoints") == [60]
+    true = losses(straight)
+    assert_near(workdir, true)
+    found = losses(workdir)
+    assert found.keys() == true.keys()
+    furthest = max(abs(found[step] / true[step] - 1) for step in true)
+    print(f"losses differ by {furthest:.2g} at most")
+    assert not leftovers(workdir)

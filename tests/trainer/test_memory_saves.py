@@ -472,6 +472,31 @@ def test_a_full_memory_while_training_skips_the_save(
     assert_equal(state, undisturbed)
 
 
+class DeleteAfter(Callback):
+    """Deletes the memory of the host after a step."""
+
+    may_request = False
+
+    def __init__(self, memory: Path, step: int):
+        self.memory = memory
+        self.step = step
+
+    def on_step(self, view: StepView) -> None:
+        if view.step == self.step:
+            shutil.rmtree(self.memory)
+
+
+def test_a_folder_that_is_deleted_during_the_run_is_made_again(tmp_path, reads):
+    folder, memory = tmp_path / "run", tmp_path / "memory"
+    with pytest.raises(Crash):
+        run(folder, memory, DeleteAfter(memory, 5), CrashAfter(9))
+    assert all(save["ok"] for save in events(folder, "memory_save"))
+    run(folder, memory)
+    assert events(folder, "memory_restore")[0]["step"] == 8
+    assert not events(folder, "bad_memory_copy")
+    assert not reads
+
+
 def test_a_save_that_is_cut_short_leaves_nothing(tmp_path, monkeypatch, reads):
     folder, memory = tmp_path / "run", tmp_path / "memory"
     honest = memory_file.write
