@@ -132,6 +132,9 @@ _V2 = {
     "n_shared_experts": 2,
     "routed_scaling_factor": 1.0,
 }
+# values of DeepSeek-V2's topk_method
+_GREEDY = "greedy"
+_GREEDY_IN_GROUPS = "group_limited_greedy"
 _V3 = {
     "n_routed_experts": 256,
     "first_k_dense_replace": 3,
@@ -226,38 +229,45 @@ def experts_of_v3() -> Rule:
 
 
 def experts_of_v2() -> Rule:
-    """Makes the rule for softmax scores without a bias.
+    """Makes the rule for softmax scores without a bias, in groups or not.
 
-    Groups are not supported: DeepSeek-V2 takes the groups with the best expert, and our
-    router those with the best two.
+    A token chooses from the groups with the best expert (`group_limited_greedy`).
     """
 
     def read(source: Source, values: Values) -> dict[str, Any]:
         _require(source, "scoring_func", "softmax")
-        method = source.take("topk_method", "greedy")
-        groups = source.count("n_group", 1)
-        top_groups = source.count("topk_group", groups)
-        if method != "greedy" and not (
-            method == "group_limited_greedy" and groups == top_groups
-        ):
+        method = source.take("topk_method", _GREEDY)
+        if method not in (_GREEDY, _GREEDY_IN_GROUPS):
             source.refuse(
                 "topk_method",
                 method,
-                "groups by their best expert are not built; required 'greedy'",
+                f"not supported; required {_GREEDY!r} or {_GREEDY_IN_GROUPS!r}",
             )
+        groups = source.count("n_group", None)
+        top_groups = source.count("topk_group", None)
+        if method == _GREEDY_IN_GROUPS and None in (groups, top_groups):
+            source.refuse("topk_method", method, "required n_group and topk_group")
+        if method != _GREEDY_IN_GROUPS or groups == top_groups:
+            groups = 0
+            top_groups = 0
         # transformers does not read it, DeepSeek's own code does
         _require(source, "norm_topk_prob", False)
         return _read_experts(source, values, _V2) | {
             "scores": "softmax",
             "normalise_top_k": False,
+            "expert_groups": groups,
+            "expert_top_groups": top_groups,
         }
 
     def write(values: Values) -> dict[str, Any]:
+        method = _GREEDY
+        if values["expert_groups"]:
+            method = _GREEDY_IN_GROUPS
         return _write_experts(values) | {
             "scoring_func": "softmax",
-            "topk_method": "greedy",
-            "n_group": 1,
-            "topk_group": 1,
+            "topk_method": method,
+            "n_group": values["expert_groups"] or 1,
+            "topk_group": values["expert_top_groups"] or 1,
             "norm_topk_prob": False,
         }
 

@@ -74,7 +74,9 @@ class ExpertsConfig(FeedForwardConfig):
     normalise_top_k: bool = True  # divide a token's weights by their sum
     route_scale: PositiveFloat = 1.0  # factor of the weights
     expert_groups: NonNegativeInt = 0  # equal groups of experts; 0 = none
-    # number of groups whose experts a token may use, the best ones
+    # number of groups whose experts a token may use, the best ones. Softmax scores rank
+    # a group by its best expert (DeepSeek-V2), sigmoid scores by the sum of its best two
+    # (DeepSeek-V3)
     expert_top_groups: NonNegativeInt = 0
     # balancing of the load. bias = a bias of the choice, changed after each step
     # (DeepSeek-V3). sequence = a loss of each sequence. batch = a loss of the batch, by
@@ -94,6 +96,13 @@ class ExpertsConfig(FeedForwardConfig):
     def expert_width(self) -> int:
         """The width inside an expert."""
         return self.expert_d_ff or self.d_ff
+
+    @property
+    def group_experts(self) -> int:
+        """The number of a group's best experts whose scores rank the group."""
+        if self.scores == "softmax":
+            return 1  # DeepSeek-V2
+        return 2  # DeepSeek-V3
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
@@ -222,6 +231,7 @@ class Experts(Channel):
             scale=c.route_scale,
             groups=c.expert_groups,
             top_groups=c.expert_top_groups,
+            group_experts=c.group_experts,
             given=given_ids,
         )
         return logits, routing

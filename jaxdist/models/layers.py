@@ -98,6 +98,8 @@ def dropout(
     context: BlockInfo,
     site: int,
     dims: Names = ("residual",),
+    *,
+    copies: int = 1,
 ) -> jax.Array:
     """Drops a share `rate` of the values of x and scales up the others.
 
@@ -111,13 +113,18 @@ def dropout(
       site: number of this call in the layer.
       dims: logical names of the dims of x after the first; dims without a name are not
         split.
+      copies: number of copies of the sequence that the second dim has. The same values
+        are dropped in each.
     """
     if rate == 0 or context.key is None:
         return x
     key = jax.random.fold_in(jax.random.fold_in(context.key, context.layer), site)
     samples = context.fields["sample"]
     keys = jax.vmap(lambda sample: jax.random.fold_in(key, sample))(samples)
-    keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[1:]))(keys)
+    shape = (x.shape[1] // copies, *x.shape[2:])
+    keep = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - rate, shape))(keys)
+    if copies > 1:
+        keep = jnp.concatenate([keep] * copies, 1)
     unnamed = (None,) * (x.ndim - 1 - len(dims))
     keep = shard(keep, "batch", *dims, *unnamed)
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype)).astype(x.dtype)

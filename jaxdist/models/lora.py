@@ -97,6 +97,7 @@ class LoraKernel(nnx.Module):
 
     # of the block that runs; `protocols.model.apply_block` sets it
     block_info: BlockInfo | None = None
+    block_length: int = 0  # sequence length of that block's input
 
     def __init__(
         self, kernel: nnx.Param[jax.Array], shape: Shape, config: LoraConfig
@@ -195,7 +196,13 @@ class LoraKernel(nnx.Module):
             return y
         if self.dropout and self.block_info:
             x = layers.dropout(
-                x, self.dropout, self.block_info, self.site, self.input_dims
+                x,
+                self.dropout,
+                self.block_info,
+                self.site,
+                self.input_dims,
+                # each device of `context` may have gathered the whole sequence
+                copies=x.shape[1] // self.block_length,
             )
         (low,) = project(x, self.lora_a, contract=self.contract)
         return y + project_lightly(low * self.scaling, self.lora_b)

@@ -427,7 +427,7 @@ def apply_block(block: Any, x: jax.Array, info: BlockInfo) -> BlockOutput:
     """Applies a block.
 
     Modules inside it whose class has an attribute `block_info` (adapters) find the info
-    there.
+    there, and the length of x in `block_length`.
     """
     readers = [
         module
@@ -435,12 +435,15 @@ def apply_block(block: Any, x: jax.Array, info: BlockInfo) -> BlockOutput:
         if hasattr(type(module), "block_info")
     ]
     for module in readers:
-        vars(module)["block_info"] = info  # not by nnx, to which it would be state
+        # not by nnx, to which it would be state
+        vars(module)["block_info"] = info
+        vars(module)["block_length"] = x.shape[1]
     try:
         return as_block_output(block(x, info))
     finally:
         for module in readers:
             del vars(module)["block_info"]
+            del vars(module)["block_length"]
 
 
 def as_block_output(value: Any) -> BlockOutput:

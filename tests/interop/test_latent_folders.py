@@ -14,6 +14,8 @@ from jaxdist.evaluation import loading
 from jaxdist.inference.decoding import SamplingConfig
 from jaxdist.interop.families import TensorPart
 from jaxdist.interop.hf_reader import SINGLE
+from jaxdist.models import experts
+from jaxdist.ops.experts import route
 from support.huggingface import (
     EXPERT_MESH,
     FOLDERS,
@@ -26,7 +28,7 @@ from support.huggingface import (
 )
 
 V3 = FOLDERS / "deepseek_v3"
-NAMES = ("deepseek_v3", "moonlight", "deepseek_v2")
+NAMES = ("deepseek_v3", "moonlight", "deepseek_v2", "deepseek_v2_groups")
 
 # --- config.json ----------------------------------------------------------------------
 
@@ -142,6 +144,21 @@ V2_LITE = MOONLIGHT | {
     "topk_method": "greedy",
     "vocab_size": 102400,
 }
+V2 = V2_LITE | {
+    "first_k_dense_replace": 1,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_group": 8,
+    "n_routed_experts": 160,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 16.0,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+}
 PUBLISHED = {
     "DeepSeek-V3": (
         DEEPSEEK_V3,
@@ -174,6 +191,16 @@ PUBLISHED = {
             "attention_scale": 192**-0.5 * (0.0707 * np.log(40) + 1) ** 2,
         },
     ),
+    "DeepSeek-V2": (
+        V2,
+        {
+            "scores": "softmax",
+            "normalise_top_k": False,
+            "route_scale": 16.0,
+            "expert_groups": 8,
+            "expert_top_groups": 3,
+        },
+    ),
 }
 
 
@@ -194,6 +221,7 @@ def test_published_configs_are_read_and_written(name):
     assert fields["model_type"] == family.model_type
     if family.model_type == "deepseek_v3":
         assert fields["num_nextn_predict_layers"] == 0
+    assert fields["topk_method"] == config["topk_method"]
     assert "quantization_config" not in fields
     scaling = config["rope_scaling"] or {}
     for key in ("mscale", "mscale_all_dim"):  # what other readers need
@@ -239,19 +267,49 @@ def test_what_is_not_built_is_one_line(name):
     assert exit_code_of(raised.value) == 78
 
 
-def test_groups_of_deepseek_v2_are_refused():
+REFUSED_V2 = {
+    "choice": ({"topk_method": "noaux_tc"}, "topk_method='noaux_tc': not supported"),
+    "no groups": (
+        {"topk_method": "group_limited_greedy", "n_group": 4},
+        "topk_method='group_limited_greedy': required n_group and topk_group",
+    ),
+    "sum": ({"norm_topk_prob": True}, "norm_topk_prob=True: not supported"),
+    "unequal": (
+        {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1},
+        "model.expert_groups=3 for model.num_experts=8: groups are equal",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_V2)
+def test_choices_that_deepseek_v2_does_not_have(name):
+    changes, text = REFUSED_V2[name]
+    with pytest.raises(ConfigError) as raised:
+        interop.derive(interop.read_config(FOLDERS / "deepseek_v2") | changes)
+    (fault,) = raised.value.faults
+    assert text in fault
+
+
+def test_greedy_choice_ignores_groups_as_transformers_does():
     config = interop.read_config(FOLDERS / "deepseek_v2")
-    for changes, text in (
-        (
-            {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
-            "topk_method='group_limited_greedy': groups by their best expert are not",
-        ),
-        ({"norm_topk_prob": True}, "norm_topk_prob=True: not supported"),
-    ):
-        with pytest.raises(ConfigError) as raised:
-            interop.derive(config | changes)
-        (fault,) = raised.value.faults
-        assert text in fault
+    _, values = interop.derive(config | {"n_group": 4, "topk_group": 2})
+    assert values == interop.derive(config)[1]
+
+
+def test_a_group_is_as_good_as_its_best_expert(monkeypatch):
+    """The folder tells it from ranks by two experts, and from no groups."""
+    folder = FOLDERS / "deepseek_v2_groups"
+    assert compare(folder)[0] <= 1e-5
+    for change in ({"group_experts": 2}, {"groups": 0, "top_groups": 0}):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                experts,
+                "route",
+                lambda *arguments, change=change, **options: route(
+                    *arguments, **options | change
+                ),
+            )
+            assert compare(folder)[0] > 0.1
 
 
 # --- tensors --------------------------------------------------------------------------
@@ -343,7 +401,7 @@ def test_a_workdir_continues_as_transformers_does_and_goes_back(name, tmp_path):
     work, back, source = tmp_path / "work", tmp_path / "back", FOLDERS / name
     assert run_convert(source, work, "jaxdist") == 0
     run = loading.load_run(work)
-    has_bias = name != "deepseek_v2"
+    has_bias = "v2" not in name
     assert run.config.model["balance"] == ("bias" if has_bias else "batch")
     tokens = np.load(source / "tokens.npy")
     expected = np.load(source / "generated.npy")

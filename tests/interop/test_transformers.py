@@ -12,14 +12,25 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from jaxdist import convert, interop, library  # noqa: E402
-from jaxdist.config import ConfigError  # noqa: E402
+from jaxdist.config import ConfigError, trees  # noqa: E402
 from jaxdist.data import open_dataset  # noqa: E402
 from jaxdist.evaluation import loading  # noqa: E402
 from jaxdist.inference.decoding import SamplingConfig  # noqa: E402
 from jaxdist.models import experts  # noqa: E402
+from jaxdist.parallel import execution  # noqa: E402
 from jaxdist.telemetry.metrics import read_rows  # noqa: E402
 from jaxdist.trainer import run_config  # noqa: E402
-from support.huggingface import EXPERT_MESH, EXPERTS, FOLDERS, MESH, compare, load_all  # noqa: E402
+from support.huggingface import (  # noqa: E402
+    EXPERT_MESH,
+    EXPERTS,
+    FOLDERS,
+    MESH,
+    compare,
+    first_state,
+    load_all,
+    opened,
+    with_biases,
+)
 from support.transformers_folders import BIGGER, LENGTH, NAMES, made, make, reloaded  # noqa: E402
 from support.weight_sources import apply_weight_source  # noqa: E402
 
@@ -306,6 +317,68 @@ def test_fine_tuning_has_the_losses_of_torch_adamw(name, tmp_path):
     assert expected[0] - expected[-1] > 0.1, "it learns"
     assert len(found) == steps
     np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "deepseek_v2_groups", "qwen3_moe", "glm4_moe"]
+)
+def test_every_gradient_is_that_of_transformers(name, tmp_path):
+    """An export of gradients gives each the place and form of its weight there."""
+    source = tmp_path / "source"
+    source.mkdir()
+    model = made(name, source)
+    model.get_input_embeddings().padding_idx = None
+    vocab = model.config.vocab_size
+    tokens = np.random.default_rng(2).integers(0, vocab, (2, LENGTH + 1))
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
+    logits = model(torch.tensor(inputs)).logits
+    torch.nn.functional.cross_entropy(
+        logits.reshape(-1, vocab), torch.tensor(targets).reshape(-1)
+    ).backward()
+    expected = {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+    at = opened(source)
+    arrays = at.tensors.load(at.wanted)
+    gradients = gradients_of(at, arrays, inputs, targets)
+    # biases of the choice have none
+    exported = reloaded(source, tmp_path / "out", arrays | gradients)
+    found = {name: p.detach().numpy() for name, p in exported.named_parameters()}
+    assert found.keys() == expected.keys()
+    for path, gradient in expected.items():
+        assert np.abs(gradient).max() > 1e-4, path
+        np.testing.assert_allclose(
+            found[path], gradient, rtol=1e-4, atol=1e-6, err_msg=path
+        )
+
+
+def gradients_of(at, arrays, tokens, targets):
+    """Returns the gradients of the mean loss of a batch, by path."""
+    model_state, trainable = with_biases(
+        first_state(at.spec), trees.unflatten_names(arrays)
+    )
+    positions = np.broadcast_to(
+        np.arange(tokens.shape[1], dtype=np.int32), tokens.shape
+    )
+    batch = {
+        "tokens": tokens.astype(np.int32),
+        "targets": targets.astype(np.int32),
+        "positions": positions,
+        "weights": np.ones(tokens.shape, np.float32),
+    }
+
+    @jax.jit
+    def gradient(trainable, batch):
+        def loss(trainable):
+            with execution.activate(at.mesh, at.rules):
+                found = at.spec.assemble(trainable, model_state, {}).loss(batch, None)
+            return found.sum / found.count
+
+        return jax.grad(loss)(trainable)
+
+    with jax.default_matmul_precision("highest"):
+        return trees.flatten_names(gradient(trainable, batch))
 
 
 # transformers' own architectures that have Llama's fields. Whatever we accept must

@@ -19,7 +19,7 @@ from jaxdist.models.transformer import Transformer, TransformerConfig
 from jaxdist.ops.attention_backends import BACKENDS
 from jaxdist.ops.attention_costs import latent_attention_cost
 from jaxdist.parallel import execution
-from jaxdist.protocols.model import BlockInfo
+from jaxdist.protocols.model import BlockInfo, apply_block
 from jaxdist.protocols.model_spec import describe
 from jaxdist.telemetry.flops import jaxpr_flops
 from support.experts import rules_and_mesh
@@ -207,14 +207,35 @@ LAYOUTS = {
 }
 
 
-def outcome(layout: dict[str, Any] | None) -> tuple[Any, str]:
+@lru_cache
+def dropping_layer() -> LatentAttention:
+    """Builds a layer with an adapter that drops half of the latents."""
+    layer = LatentAttention(LATENT, nnx.Rngs(0))
+    shape = lora.shape_of("latent_up", layer.latent_up)
+    adapter = lora.LoraConfig(rank=2, dropout=0.5)
+    kernel = lora.LoraKernel(layer.latent_up, shape, adapter)
+    kernel.add_low_rank(shape, adapter.rank, nnx.Rngs(1))
+    kernel.lora_b.set_value(kernel.lora_b[...] + 0.3)
+    layer.latent_up = kernel
+    return layer
+
+
+def outcome(
+    layout: dict[str, Any] | None, *, dropout: bool = False, key: int = 0
+) -> tuple[Any, str]:
     """Computes the output and all gradients of a packed layer on a layout.
 
     Returns:
       The output, and the gradients of x and of the parameters; and the program's text.
     """
-    graph, parameters = nnx.split(layer_of(LATENT))
+    layer = layer_of(LATENT)
+    random_key = None
+    if dropout:
+        layer = dropping_layer()
+        random_key = jax.random.key(key)
+    graph, parameters = nnx.split(layer)
     x, fields = inputs(LATENT, packed=True)
+    fields = fields | {"sample": jnp.arange(3, 3 + B)}
     weight = np.random.default_rng(3).standard_normal(x.shape).astype(np.float32)
     active: Any = {}
     if layout is not None:
@@ -223,8 +244,8 @@ def outcome(layout: dict[str, Any] | None) -> tuple[Any, str]:
 
     def loss(parameters: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = execution.shard(x, "batch", "sequence", None)
-        info = BlockInfo(None, jnp.int32(0), fields, "latent")
-        out = nnx.merge(graph, parameters)(x, info).x
+        info = BlockInfo(random_key, jnp.int32(0), fields, "latent")
+        out = apply_block(nnx.merge(graph, parameters), x, info).x
         return jnp.sum(out * weight), out
 
     @partial(jax.jit, compiler_options=FAST_COMPILE)
@@ -258,6 +279,14 @@ def test_layouts_have_the_gradients_of_one_device(name):
         assert {dims[-1] for dims in latents} >= {SIZES.kv_rank, SIZES.rope_dim}
         heads = SIZES.nope_dim + SIZES.value_dim, SIZES.value_dim, 8 + 6
         assert not [d for d in gathered if d[-1] in heads and S in d]
+
+
+def test_devices_that_gather_latents_drop_the_same_inputs_of_adapters():
+    expected, _ = outcome(None, dropout=True)
+    found, _ = outcome(LAYOUTS["gather"], dropout=True)
+    assert worst(found, expected) < 1e-5
+    other, _ = outcome(None, dropout=True, key=1)
+    assert worst(other, expected) > 0.1
 
 
 def test_parameters_and_products_are_counted():

@@ -49,6 +49,35 @@ def test_sigmoid_with_bias_and_groups_as_deepseek_v3():
     assert (ids != np.asarray(route(LOGITS, K, scores="sigmoid").ids)).any()
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_softmax_in_groups_as_deepseek_v2(has_bias):
+    """A group is as good as its best expert. Weights do not sum to 1."""
+    bias = np.random.default_rng(1).normal(size=E).astype(np.float32) / 10
+    options = {"groups": 4, "top_groups": 2, "normalise": False, "scale": 16.0}
+    if has_bias:
+        options["bias"] = bias
+    # nearly equal scores, or a group's best expert decides its sum of two
+    logits = LOGITS / 3
+    routing = route(logits, K, group_experts=1, **options)
+    scores = np.asarray(jax.nn.softmax(logits))
+    ids = np.zeros((B, S, K), int)
+    weights = np.zeros((B, S, K))
+    for b, s in np.ndindex(B, S):
+        choice = scores[b, s].reshape(4, -1).copy()
+        if has_bias:
+            choice += bias.reshape(4, -1)
+        best = np.argsort(-choice.max(-1))[:2]
+        closed = [group for group in range(4) if group not in best]
+        choice[closed] = -np.inf
+        ids[b, s] = np.argsort(-choice.ravel())[:K]
+        weights[b, s] = 16 * scores[b, s, ids[b, s]]
+    np.testing.assert_array_equal(routing.ids, ids)
+    np.testing.assert_allclose(routing.weights, weights, rtol=1e-6)
+    by_two = route(logits, K, **options)
+    assert (ids != np.asarray(by_two.ids)).any(), "two experts rank groups otherwise"
+    assert (ids != np.asarray(route(logits, K).ids)).any()
+
+
 def test_gradients_are_those_of_the_chosen_scores():
     bias, cotangent = (
         jnp.linspace(-1, 1, E),
@@ -102,6 +131,11 @@ def test_bfloat16_logits_are_scored_in_float32():
             "top_groups must be at most 4 and hold 6 experts",
         ),
         (4, {"groups": 4, "top_groups": 0}, "top_groups must be at most 4"),
+        (
+            4,
+            {"groups": 4, "top_groups": 2, "group_experts": 3},
+            "group_experts=3; choose 1 or 2",
+        ),
     ],
 )
 def test_numbers_that_do_not_fit(k, options, match):

@@ -31,6 +31,7 @@ def route(
     scale: float = 1.0,
     groups: int = 0,
     top_groups: int = 0,
+    group_experts: int = 2,
     given: jax.Array | None = None,
 ) -> Routing:
     """Chooses the k experts with the highest scores for each token.
@@ -49,8 +50,9 @@ def route(
       normalise: whether the k weights are divided by their sum.
       scale: factor of the final weights.
       groups: number of equal groups that the experts are divided into; 0: no groups.
-      top_groups: number of groups that a token may choose from. The best groups are
-        those whose two highest scores (with the bias) have the largest sum.
+      top_groups: number of groups that a token may choose from, the best ones.
+      group_experts: number of experts of a group, those with the highest scores (with
+        the bias), whose sum ranks the group. DeepSeek-V2: 1. DeepSeek-V3: 2.
       given: [..., k] int32, experts that replace the chosen ones. An entry below 0
         keeps the chosen expert.
 
@@ -59,6 +61,8 @@ def route(
     """
     E = logits.shape[-1]
     _check(experts=E, k=k, scores=scores, groups=groups, top_groups=top_groups)
+    if group_experts not in (1, 2):
+        raise ValueError(f"route: group_experts={group_experts}; choose 1 or 2")
     logits = logits.astype(jnp.float32)
     if scores == "softmax":
         all_scores = jax.nn.softmax(logits, -1)
@@ -69,7 +73,7 @@ def route(
         bias = jax.lax.stop_gradient(bias).astype(jnp.float32)
         choice = choice + bias.reshape((1,) * (choice.ndim - 1) + (E,))
     if groups and top_groups < groups:
-        choice = _in_top_groups(choice, groups, top_groups)
+        choice = _in_top_groups(choice, groups, top_groups, group_experts)
     ids = _top_k(choice, k)
     if given is not None:
         ids = jnp.where(given < 0, ids, given)
@@ -105,12 +109,15 @@ def _check(*, experts: int, k: int, scores: str, groups: int, top_groups: int) -
         )
 
 
-def _in_top_groups(choice: jax.Array, groups: int, top_groups: int) -> jax.Array:
+def _in_top_groups(
+    choice: jax.Array, groups: int, top_groups: int, group_experts: int
+) -> jax.Array:
     """Sets the scores outside of a token's best groups to -inf."""
     grouped = choice.reshape(*choice.shape[:-1], groups, -1)
-    first = grouped.max(-1)
-    second = _without_top(grouped)[0].max(-1)
-    best = _top_k(first + second, top_groups)
+    rank = grouped.max(-1)
+    if group_experts == 2:
+        rank = rank + _without_top(grouped)[0].max(-1)
+    best = _top_k(rank, top_groups)
     group = jax.lax.broadcasted_iota(jnp.int32, (*best.shape, groups), best.ndim)
     is_best = (best[..., None] == group).any(-2)
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(choice.shape)

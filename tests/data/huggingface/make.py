@@ -206,6 +206,15 @@ def deepseek(sizes):
         ),
         "deepseek_v2": t.DeepseekV2Config(**own, q_lora_rank=None, **yarn),
         FP8: t.DeepseekV3Config(**v3),
+        # the large DeepSeek-V2
+        "deepseek_v2_groups": t.DeepseekV2Config(
+            **own,
+            n_group=4,
+            topk_group=2,
+            q_lora_rank=12,
+            topk_method="group_limited_greedy",
+            routed_scaling_factor=4.0,
+        ),
     }
 
 
