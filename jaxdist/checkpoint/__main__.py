@@ -6,13 +6,14 @@ nor a device.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist.checkpoint import folders, integrity
+from jaxdist.checkpoint import folders, integrity, memory_store
 from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.config import (
     EXIT_CONFIG,
@@ -23,6 +24,7 @@ from jaxdist.config import (
 )
 from jaxdist.config.extras import MissingExtra
 from jaxdist.storage import run_format
+from jaxdist.storage.paths import is_local
 from jaxdist.storage.untrusted import Malformed, read_json
 
 Result = tuple[dict[str, Any], int]  # the document that --json prints; the exit code
@@ -64,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
         dest="action", required=True, parser_class=command_line.Parser
     )
     for name, meaning in (
-        ("list", "list the steps, their sizes, and the steps in quarantine"),
+        (
+            "list",
+            "list the steps, their sizes, the steps in the memory of this host, and those in quarantine",
+        ),
         ("inspect", "show the arrays and the metadata of a step (default: the newest)"),
         (
             "verify",
@@ -113,9 +118,50 @@ def _list(flags: argparse.Namespace) -> Result:
     document = {
         "folder": str(folder),
         "steps": _rows(folder, contents=False),
+        "memory": _memory_rows(folders.as_path(flags.path), folder),
         "quarantine": [_read_note(note) for note in notes],
     }
     return document, 0
+
+
+def _memory_rows(path: Path, folder: Path) -> list[dict[str, Any]]:
+    """Describes the steps in this host's memory that a restart would see, ascending.
+
+    Args:
+      path: the workdir, or its `checkpoints`.
+      folder: folder of the checkpoints.
+    """
+    workdir = path.parent if path.name == "checkpoints" else path
+    branch = None
+    if is_local(path):
+        branch = memory_store.read_branch(workdir / run_format.MEMORY)
+    if branch is None or branch.is_set_back(folder):
+        return []
+    try:
+        place = memory_store.expand(branch.folder)
+    except CheckpointError as error:
+        return [{"folder": branch.folder, "fault": str(error)}]
+    store = memory_store.MemoryStore(place, run=branch.run, branch=branch.name)
+    rows = []
+    for step, sizes in sorted(store.inventory().items()):
+        owners = set()  # of the parts that are here and sound
+        num_owners = 0
+        for owner in sizes:
+            # deleted meanwhile, damaged, or of a history that the run has left
+            with contextlib.suppress(KeyError, CheckpointError):
+                num_owners = store.read_header(step, owner).header.owners
+                owners.add(owner)
+        if owners:
+            rows.append(
+                {
+                    "step": step,
+                    "bytes": sum(sizes[owner] for owner in owners),
+                    "parts": f"{len(owners)} of {num_owners}",
+                    "complete": len(owners) == num_owners,
+                    "folder": str(store.folder),
+                }
+            )
+    return rows
 
 
 def _read_note(note: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ Nothing here needs jax or a device.
 """
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -21,11 +22,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from jaxdist.checkpoint import memory_file
+from jaxdist.checkpoint import folders, memory_file
 from jaxdist.checkpoint.folders import LAST_STEP, CheckpointError
 from jaxdist.checkpoint.memory_file import BadFile, Opened
+from jaxdist.storage import atomic, run_format
 from jaxdist.storage.digest import digest
-from jaxdist.storage.untrusted import Malformed, open_regular
+from jaxdist.storage.untrusted import (
+    Malformed,
+    is_amount,
+    is_count,
+    of_kind,
+    open_regular,
+    read_json,
+)
 
 _FILE = re.compile(r"(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,6})\.shards")
 _PARTIAL = re.compile(r"\..*\.partial")
@@ -232,13 +241,65 @@ class MemoryStore:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+# --- Names ----------------------------------------------------------------------------
+
+
+class Branch(NamedTuple):
+    """The history of a run whose steps in memory count, as `memory.json` tells."""
+
+    run: str  # identity of the run
+    name: str  # see `memory_file.Header.branch`
+    folder: str  # checkpoint.memory_folder
+    # newest step that the run has sealed in its folder of checkpoints; 0 = none
+    sealed: int
+    began: float  # seconds since 1970
+
+    def write(self, file: Path) -> None:
+        """Writes the file that `read_branch` reads.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        document = run_format.marked(self._asdict())
+        atomic.write_text(file, json.dumps(document) + "\n", durable=True)
+
+    def is_set_back(self, folder: Path) -> bool:
+        """Tests whether the folder of checkpoints was set back by hand.
+
+        It was if the newest step that the run has sealed is gone, while older ones are
+        there. The run itself never deletes that step. It moves it to quarantine if it
+        is damaged. A folder without any step is lost, not set back.
+
+        Raises:
+          CheckpointError: the folder cannot be read.
+        """
+        newest = max(folders.all_steps(folder), default=self.sealed)
+        return newest < self.sealed and not folders.was_damaged(folder, self.sealed)
+
+
+def read_branch(file: Path) -> Branch | None:
+    """Reads the present history of a run; None if there is none.
+
+    Files in memory do not count without it.
+    """
+    try:
+        document = run_format.unmarked(read_json(file, dict), file)
+        branch = Branch(**document)
+        for text in (branch.run, branch.name, branch.folder):
+            of_kind(text, str)
+    except (OSError, Malformed, run_format.OtherVersion, TypeError):
+        return None
+    is_sound = is_count(branch.sealed) and is_amount(branch.began, below=1e12)
+    return branch if is_sound else None
+
+
 def expand(folder: str) -> Path:
     """Makes the path of checkpoint.memory_folder on this host.
 
-    Variables of the environment, such as $USER, are replaced by their values.
+    A leading ~ and variables of the environment, such as $USER, are replaced.
 
     Raises:
-      CheckpointError: a variable is not set.
+      CheckpointError: a variable is not set, or a user has no home.
     """
     expanded = os.path.expandvars(folder)
     missing = _VARIABLE.search(expanded)
@@ -247,7 +308,12 @@ def expand(folder: str) -> Path:
             f"checkpoint.memory_folder={folder}: the variable {missing[1]} is not set on "
             f"this host. Set it, or give a path without it."
         )
-    return Path(expanded).absolute()
+    try:
+        return Path(expanded).expanduser().absolute()
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"checkpoint.memory_folder={folder}: {error} Give a path without ~."
+        ) from error
 
 
 # --- Memory ---------------------------------------------------------------------------

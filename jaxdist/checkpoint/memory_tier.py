@@ -46,16 +46,14 @@ from jaxdist.checkpoint.memory_file import (
     Piece,
 )
 from jaxdist.checkpoint.memory_peers import MemoryPeers
-from jaxdist.checkpoint.memory_store import MemoryStore
+from jaxdist.checkpoint.memory_store import Branch, MemoryStore
 from jaxdist.checkpoint.ranges import StoredArray, StoredPiece
 from jaxdist.config import trees
 from jaxdist.distributed import coordination
-from jaxdist.storage import atomic, run_format, untrusted
 from jaxdist.telemetry import clock
 
 KEEP = 2  # complete steps that stay in memory
 FILES = KEEP + 1  # files of a process: the kept steps, and the one that is written
-_BRANCH = "branch"  # key of the file that names the branch
 # seconds between two looks at which processes have written, at first and at most
 _LOOK_S = 0.01
 _MOST_LOOK_S = 0.5
@@ -169,20 +167,25 @@ class MemoryTier:
         Args:
           folder: checkpoint.memory_folder, which other runs may share.
           run: identity of the run.
-          branch_file: file of the workdir that names the run's present history. Only
-            the first process reads and writes it.
+          branch_file: file of the workdir that names the run's present history, see
+            `memory_store.Branch`. Only the first process reads and writes it.
           timeout_s: seconds that a save may take before it counts as failed.
           copies: number of other hosts that get a copy of each file.
 
         Raises:
           CheckpointError: the folder cannot be used, or there are too few hosts.
         """
+        self._folder = folder
         self._branch_file = branch_file
         self._timeout_s = timeout_s
-        branch = coordination.broadcast(_read_branch(branch_file))
+        # the present history; only the first process has it
+        self._branch: Branch | None = None
+        if jax.process_index() == 0:
+            self._branch = memory_store.read_branch(branch_file)
+        name = coordination.broadcast(self._branch.name if self._branch else "")
         with error_on_all(CheckpointError):
             place = memory_store.expand(folder)
-            self.store = MemoryStore(place, run=run, branch=branch)
+            self.store = MemoryStore(place, run=run, branch=name)
             self.store.open()
         # files on other hosts; None = they have none
         self.peers = MemoryPeers(self.store, copies) if copies else None
@@ -342,7 +345,7 @@ class MemoryTier:
         Raises:
           LayoutError: the step holds another model or optimizer.
         """
-        for candidate in self._candidates:
+        for candidate in list(self._candidates):
             if candidate.step < not_before:
                 break
             try:
@@ -352,6 +355,7 @@ class MemoryTier:
                 raise
             except CheckpointError as error:
                 self._give_up(candidate, str(error))
+                self._candidates.remove(candidate)
                 continue
             self.restored = candidate
             self.complete = sorted(
@@ -497,32 +501,59 @@ class MemoryTier:
 
         Only the first process calls it. `begin_branch` follows on all processes.
         """
+        self._branch = None
         self._branch_file.unlink(missing_ok=True)
 
-    def begin_branch(self) -> None:
+    def begin_branch(self, sealed: int = 0) -> None:
         """Begins a new history, and deletes the steps of others.
 
         A run does so if it has not restored a step in memory.
+
+        Args:
+          sealed: the newest sealed step of the folder; 0 = none.
 
         Raises:
           CheckpointError: the branch cannot be written.
         """
         self._background.wait()
-        branch = coordination.broadcast(secrets.token_hex(8))
+        name = coordination.broadcast(secrets.token_hex(8))
         with error_on_all(OSError):
             if jax.process_index() == 0:
-                document = run_format.marked({_BRANCH: branch})
-                text = json.dumps(document) + "\n"
-                atomic.write_text(self._branch_file, text, durable=True)
-        self.store.branch = branch
+                self._branch = Branch(
+                    run=self.store.run,
+                    name=name,
+                    folder=self._folder,
+                    sealed=sealed,
+                    began=time.time(),
+                )
+                self._branch.write(self._branch_file)
+        self.store.branch = name
         self.restored = None
         self.complete = []
         self._candidates = []
         self.store.keep(lambda step: False)
 
-    def continue_branch(self) -> None:
-        """Deletes the steps that are not those of the restored history."""
+    def continue_branch(self, sealed: int = 0) -> None:
+        """Deletes the steps that are not those of the restored history.
+
+        Args:
+          sealed: the newest sealed step of the folder; 0 = none.
+        """
         self.store.keep(self.complete.__contains__)
+        self.record_sealed(sealed)
+
+    def record_sealed(self, step: int) -> None:
+        """Writes the newest sealed step of the folder beside the branch.
+
+        A start compares it with the folder, see `memory_saves`. Only the first process
+        writes. This communicates with no process.
+        """
+        if self._branch is None:
+            return
+        self._branch = self._branch._replace(sealed=step, folder=self._folder)
+        # A full disk must not end the run. The step before stays in the file then.
+        with contextlib.suppress(OSError):
+            self._branch.write(self._branch_file)
 
     def decide(
         self, *, allowed: bool, sealed: int, metadata: Mapping[str, Any], interval: int
@@ -797,16 +828,21 @@ class MemoryTier:
             staged=staged,
         )
 
-    def wait(self) -> None:
-        """Waits for the running save."""
-        self._background.wait()
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits for the running save.
+
+        Args:
+          seconds: longest wait; None = until the save has taken its time limit.
+        """
+        self._background.wait(seconds)
 
     def close(self, *, delete: bool, seconds: float | None = None) -> None:
         """Waits for the running save, and may delete the folder.
 
         Args:
           delete: whether to delete it.
-          seconds: longest wait; None = until the save has taken its time limit.
+          seconds: longest wait; None = until the save has taken its time limit. A save
+            that takes longer is given up: its thread ends with the process.
         """
         if self._background.wait(seconds):
             self._background.close()
@@ -814,6 +850,8 @@ class MemoryTier:
             self.peers.close()
         if delete:
             self.store.remove()
+            if jax.process_index() == 0:
+                self.leave_branch()
 
 
 def _known_steps(votes: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str], _Known]:
@@ -938,16 +976,3 @@ def _is_in_host_memory(leaf: Any) -> bool:
         return False
     platform = next(iter(sharding.device_set)).platform
     return platform == "cpu" or (sharding.memory_kind or "").endswith("host")
-
-
-def _read_branch(file: Path) -> str:
-    """Reads the name of the run's present history; "" if there is none.
-
-    Files in memory do not count without it.
-    """
-    if jax.process_index() != 0:
-        return ""
-    with contextlib.suppress(OSError, untrusted.Malformed, KeyError):
-        document = untrusted.read_json(file, dict)
-        return untrusted.of_kind(document[_BRANCH], str)
-    return ""
