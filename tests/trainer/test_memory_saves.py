@@ -620,8 +620,8 @@ def test_the_ledger_the_status_and_the_list_know_of_memory(tmp_path, capsys):
     assert listed(folder, capsys) == [
         {"step": step, "parts": "1 of 1", "complete": True} for step in (3, 6, 9)
     ]
-    with pytest.raises(Crash):
-        run(folder, memory, CrashAfter(11), **settings)
+    with Ledger() as ledger, pytest.raises(Crash):
+        run(folder, memory, ledger, CrashAfter(11), **settings)
     document = status.read_status(folder).document()
     assert document["memory_step"]["step"] == 9
     assert document["memory_step"]["resumed_at"] == 9

@@ -150,10 +150,11 @@ class RunStatus(RunFiles):
         """Describes the newest step in memory; None if there is none."""
         if self.memory_save is None:
             return None
-        start = self.events.last_of("memory_restore", "start")
+        restore = self.events.last_of("memory_restore")
+        life = self.last_life
         resumed_at = None
-        if start is not None and start["event"] == "memory_restore":
-            resumed_at = start["step"]
+        if restore is not None and life is not None and restore["time"] >= life.began:
+            resumed_at = restore["step"]
         return {
             "step": self.memory_save["step"],
             "age_s": max(0.0, self.now - self.memory_save["time"]),
