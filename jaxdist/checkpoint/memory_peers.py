@@ -6,6 +6,7 @@ arrives is verified before it counts (`MemoryStore.receive`).
 """
 
 import contextlib
+import ipaddress
 import secrets
 import socket
 from collections.abc import Iterable, Iterator
@@ -83,8 +84,11 @@ class MemoryPeers:
 
     def _serve(self, token: bytes) -> _Peer:
         address = error = ""
+        interface = _interface()
         try:
-            server = PeerServer(_interface(), token, self._store, self._accepts)
+            if not interface:
+                raise OSError("this host has no way to the first process")
+            server = PeerServer(interface, token, self._store, self._accepts)
             address = self._stack.enter_context(server).address
         except Exception as failure:  # the others wait for this process
             error = error_text(failure)
@@ -100,10 +104,7 @@ class MemoryPeers:
         """Explains why a copy is not wanted; "" if it is."""
         if step < self.oldest:
             return f"step {step} is older than step {self.oldest}"
-        room = memory_store.room_of(self._store.folder)
-        if size > room.bytes:
-            return f"{room.bytes} bytes are free"
-        return ""
+        return memory_store.shortage(self._store.folder, size)
 
     def offer(self, step: int, owner: int, size: int) -> None:
         """Starts to send a file of this host, unless the one before is being sent."""
@@ -157,15 +158,35 @@ def _ranges(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _interface() -> str:
-    """Finds this host's address on the way to the first process.
+    """Finds this host's address on the way to the others; "" = there is none.
 
-    Raises:
-      OSError: there is no way.
+    Every process makes the call.
     """
     service = coordination.service_address() or f"{LOOPBACK}:9"
-    host, _, port = service.rpartition(":")
-    infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, address = infos[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])
+    mine = _address_toward(service.rpartition(":")[0].strip("[]"))
+    remote = [
+        address
+        for address in coordination.votes(mine)
+        if address and not _is_loopback(address)
+    ]
+    # On the host of the service, its name may mean the loopback address. Debian writes
+    # so into /etc/hosts. Others cannot reach that.
+    if remote and mine and _is_loopback(mine):
+        return _address_toward(remote[0])
+    return mine
+
+
+def _address_toward(host: str) -> str:
+    """Finds this host's address on the way to another one; "" = there is no way."""
+    try:
+        infos = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = infos[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback

@@ -13,6 +13,7 @@ Nothing here needs jax or a device.
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -43,6 +44,9 @@ _VARIABLE = re.compile(r"\$\{?(\w+)")
 # file systems whose files take memory
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _KIB = 1024
+# Share of the needed bytes that must be free beside them. Headers and padding take a
+# little, and the rest of the process also allocates while files are written.
+_MARGIN = 0.1
 
 
 class MemoryStore:
@@ -333,6 +337,23 @@ def room_of(folder: Path) -> Room:
     return room if memory is None else min(room, memory)
 
 
+def shortage(folder: Path, count: int) -> str:
+    """Explains why a folder does not take bytes more; "" if it does."""
+    room = room_of(folder)
+    needed = with_margin(count)
+    if needed <= room.bytes:
+        return ""
+    return (
+        f"{needed:,} bytes are needed with a margin of {_MARGIN:.0%}, {room.bytes:,} "
+        f"are free ({room.source})"
+    )
+
+
+def with_margin(count: int) -> int:
+    """Adds the bytes that must stay free."""
+    return count + math.ceil(_MARGIN * count)
+
+
 def room_fault(
     store: MemoryStore, part: int, *, processes: int, files: int, staged: int
 ) -> str:
@@ -346,7 +367,7 @@ def room_fault(
       staged: copies of the part beside the files.
     """
     there = store.bytes()
-    file_bytes = files * part
+    file_bytes = with_margin(files * part)
     counted = (
         f"checkpoint.memory_folder={store.folder.parent}: the {processes} processes of "
         f"this host save {part:,} bytes"
@@ -355,21 +376,22 @@ def room_fault(
     free = shutil.disk_usage(store.folder).free + there
     if file_bytes > free:
         return (
-            f"{counted}. {files} files need {file_bytes:,}, and {free:,} are free in "
-            f"that file system. {fix}"
+            f"{counted}. {files} files need {file_bytes:,} with a margin of "
+            f"{_MARGIN:.0%}, and {free:,} are free in that file system. {fix}"
         )
     memory = free_memory()
     if memory is None:
         return ""
-    needed = staged * part
+    copies = staged
     free = memory.bytes
     if is_in_memory(store.folder):
-        needed += file_bytes
+        copies += files
         free += there
+    needed = with_margin(copies * part)
     if needed > free:
         return (
-            f"{counted}. {needed // part} copies need {needed:,}, and {free:,} are free "
-            f"({memory.source}). {fix}"
+            f"{counted}. {copies} copies need {needed:,} with a margin of "
+            f"{_MARGIN:.0%}, and {free:,} are free ({memory.source}). {fix}"
         )
     return ""
 

@@ -57,6 +57,8 @@ FILES = KEEP + 1  # files of a process: the kept steps, and the one that is writ
 # seconds between two looks at which processes have written, at first and at most
 _LOOK_S = 0.01
 _MOST_LOOK_S = 0.5
+# seconds that the thread of a process may need after the first process has gone on
+_LATE_S = 5.0
 
 
 class MemorySave(NamedTuple):
@@ -608,16 +610,18 @@ class MemoryTier:
           decision: that of `decide`, which has let the save begin.
         """
         began = time.monotonic()
-        # The first process has the answers of all, so this one is about to end.
-        self._background.wait()
+        # The first process has the answers of all, or has given up to wait for them. So
+        # the thread of this process is about to end, or hangs.
+        hangs = not self._background.wait(_LATE_S)
         self.complete = decision.kept
         if self.peers is not None:
             self.peers.oldest = min([*decision.kept, step])
         pieces = self._share.of(arrays)
         contents: list[np.ndarray] = []
-        failure = ""
+        failure = "the previous save of this process has not ended" if hangs else ""
         try:
-            contents = self._copy(arrays, pieces)
+            if not hangs:  # the thread still reads the memory that is copied into
+                contents = self._copy(arrays, pieces)
         except Exception as error:  # training continues
             failure = error_text(error)
         header = Header(
@@ -643,6 +647,9 @@ class MemoryTier:
             began=began,
             blocked_s=time.monotonic() - began,
         )
+        if hangs:
+            self._tell(job, failure, [])
+            return
         self._background.begin(
             functools.partial(self._finish, job), f"save of step {step} in memory"
         )
@@ -708,6 +715,11 @@ class MemoryTier:
             error = error_text(failure)
         job.contents.clear()  # on an accelerator, this frees the host's memory
         failed_copies = self.peers.take_failures() if self.peers else []
+        self._tell(job, error, failed_copies)
+
+    def _tell(self, job: _Job, error: str, failed_copies: list[str]) -> None:
+        """Tells the outcome of a save to the other processes, and to `poll`."""
+        step = job.header.step
         try:
             errors, failed_copies = self._exchange(step, error, failed_copies)
         except Exception as failure:  # the service has gone
@@ -744,11 +756,9 @@ class MemoryTier:
         fingerprints = fingerprint.finish(list(job.header.arrays), job.sums)
         header = Header(**{**vars(job.header), "fingerprints": fingerprints})
         needed = memory_file.payload_bytes(header.arrays, header.pieces)
-        room = memory_store.room_of(self.store.folder)
-        if needed > room.bytes:
-            raise CheckpointError(
-                f"{needed:,} bytes are needed, {room.bytes:,} are free ({room.source})"
-            )
+        shortage = memory_store.shortage(self.store.folder, needed)
+        if shortage:
+            raise CheckpointError(shortage)
         with self.store.write(header.step, header.owner) as file:
             memory_file.write(file, header, job.contents)
 

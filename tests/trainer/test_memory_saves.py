@@ -463,7 +463,9 @@ def test_a_full_memory_at_the_start_is_refused_with_the_arithmetic(
     room = memory_store.Room(1000, "MemAvailable of the machine")
     monkeypatch.setattr(memory_store, "free_memory", lambda: room)
     monkeypatch.setattr(memory_store, "is_in_memory", lambda folder: True)
-    with pytest.raises(ConfigError, match=r"4 copies need [\d,]+, and 1,000 are free"):
+    with pytest.raises(
+        ConfigError, match=r"4 copies need [\d,]+ .*, and 1,000 are free"
+    ):
         run(tmp_path / "run", tmp_path / "memory")
     # a save to the folder that runs beside it holds a copy, too
     with pytest.raises(ConfigError, match="5 copies need"):
@@ -481,7 +483,7 @@ def test_a_full_memory_while_training_skips_the_save(
     state = run(folder, memory)
     saves = events(folder, "memory_save")
     assert [save["ok"] for save in saves] == [True, False, False]
-    assert "bytes are needed, 10 are free (test)" in saves[1]["error"]
+    assert "with a margin of 10%, 10 are free (test)" in saves[1]["error"]
     assert_equal(state, undisturbed)
 
 
