@@ -75,7 +75,13 @@ class MemoryPeers:
         holders = place(hosts, slices, copies)[jax.process_index()]
         self._client = PeerClient(token)
         addresses = [self._peers[number].address for number in holders]
-        self._sender = self._stack.enter_context(Sender(self._client, addresses))
+        # what became of the last step that each process has sent: step, whether stored
+        self._board = coordination.Board("copies")
+        self._step = 0  # the step that is sent, or was sent last
+        self._failed_before = 0  # copies that had failed before this step
+        self._sender = self._stack.enter_context(
+            Sender(self._client, addresses, self._tell)
+        )
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -107,10 +113,38 @@ class MemoryPeers:
         return memory_store.shortage(self._store.folder, size)
 
     def offer(self, step: int, owner: int, size: int) -> None:
-        """Starts to send a file of this host, unless the one before is being sent."""
-        self._sender.offer(
+        """Starts to send a file of this host.
+
+        Args:
+          step: step of the file. All processes have sent the one before.
+          owner: its owner.
+          size: its bytes; 0 = it was not written, so it is not sent.
+        """
+        self._step = step
+        self._failed_before = self._sender.failed
+        has_begun = size > 0 and self._sender.offer(
             step, owner, lambda: self._store.open_read(step, owner), size
         )
+        if not has_begun:
+            self._tell(is_stored=False)
+
+    def _tell(self, *, is_stored: bool | None = None) -> None:
+        """Tells the first process that this one no longer sends the step."""
+        if is_stored is None:
+            is_stored = self._sender.failed == self._failed_before
+        with contextlib.suppress(Exception):  # the service has gone, the run ends
+            self._board.put([self._step, is_stored])
+
+    def outcome(self, step: int) -> bool | None:
+        """Tests whether all copies of a step are stored; None = some are being sent.
+
+        A step counts as a whole: a restore needs the files of all owners.
+        """
+        told = self._board.values()
+        outcomes = [told.get(peer.process, [0, False]) for peer in self._peers]
+        if any(told_step != step for told_step, _ in outcomes):
+            return None
+        return all(is_stored for _, is_stored in outcomes)
 
     def take_failures(self) -> list[str]:
         """Describes the copies that were not stored since the last call."""

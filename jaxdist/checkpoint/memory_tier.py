@@ -88,6 +88,7 @@ class Decision(NamedTuple):
     begins: bool  # whether the previous save has ended
     kept: list[int]  # steps that stay in memory
     metadata: dict[str, Any]  # metadata of the step
+    sends: bool  # whether all processes send their files to other hosts
     interval: int  # steps until the next save; 0 = as before
 
 
@@ -122,6 +123,7 @@ class _Job:
 
     header: Header  # without fingerprints
     contents: list[np.ndarray]
+    sends: bool  # whether the file goes to other hosts
     sums: jax.Array  # of `fingerprint.start`
     failure: str  # why the arrays were not copied; "" = they were
     kept: list[int]  # older steps that stay
@@ -197,6 +199,10 @@ class MemoryTier:
         self.restored_bytes = 0  # bytes that this process has read for it
         # steps that are complete, ascending. Only those of the first process count.
         self.complete: list[int] = []
+        # the newest step whose files are all on other hosts, too; 0 = none. Only that
+        # of the first process counts.
+        self.copied = 0
+        self._sent = 0  # the step that processes send; 0 = none
         self._candidates: list[Candidate] = []  # newest first
         self._background = Background(self.store.folder, timeout_s)
         self._board = coordination.Board("memory")
@@ -532,6 +538,7 @@ class MemoryTier:
         self.store.branch = name
         self.restored = None
         self.complete = []
+        self.copied = 0
         self._candidates = []
         self.store.keep(lambda step: False)
 
@@ -568,15 +575,41 @@ class MemoryTier:
           metadata: metadata of the step.
           interval: steps until the next save; 0 = as before.
         """
-        kept = [step for step in self.complete if step >= sealed][-KEEP:]
-        ready = self._background.wait(0)
+        begins = self._background.wait(0) and allowed
+        if begins and jax.process_index() == 0:
+            self._look_at_copies()
         decision = Decision(
-            begins=ready and allowed,
-            kept=kept,
-            metadata=dict(metadata) if ready and allowed else {},
+            begins=begins,
+            kept=self._kept([step for step in self.complete if step >= sealed]),
+            metadata=dict(metadata) if begins else {},
+            sends=not self._sent,
             interval=interval,
         )
         return Decision(*self._from_first(decision))
+
+    def _look_at_copies(self) -> None:
+        """Looks whether all processes have sent their files of a step.
+
+        They send the files of the same steps. If each chose its own, a slow network
+        could leave no step of which other hosts have all files.
+        """
+        if self.peers is None or not self._sent:
+            return
+        is_copied = self.peers.outcome(self._sent)
+        if is_copied is None:
+            return
+        if is_copied:
+            self.copied = self._sent
+        self._sent = 0
+
+    def _kept(self, complete: list[int]) -> list[int]:
+        """Chooses the steps that stay beside the one that is written.
+
+        If the network is slow, the step that other hosts have is not among the newest.
+        """
+        needed = {*complete[-1:], self.copied, self._sent}
+        kept = [step for step in complete if step in needed]
+        return kept if len(kept) >= KEEP else complete[-KEEP:]
 
     def _from_first(self, value: Any) -> Any:
         """Sends the first process's JSON value to all, as `coordination.broadcast`.
@@ -614,6 +647,8 @@ class MemoryTier:
         # the thread of this process is about to end, or hangs.
         hangs = not self._background.wait(_LATE_S)
         self.complete = decision.kept
+        if decision.sends and self.peers is not None:
+            self._sent = step
         if self.peers is not None:
             self.peers.oldest = min([*decision.kept, step])
         pieces = self._share.of(arrays)
@@ -640,6 +675,7 @@ class MemoryTier:
         job = _Job(
             header=header,
             contents=contents,
+            sends=decision.sends,
             sums=sums,
             failure=failure,
             kept=decision.kept,
@@ -648,6 +684,8 @@ class MemoryTier:
             blocked_s=time.monotonic() - began,
         )
         if hangs:
+            if decision.sends:
+                self._offer(step, is_written=False)
             self._tell(job, failure, [])
             return
         self._background.begin(
@@ -710,9 +748,10 @@ class MemoryTier:
             self.store.keep(job.kept.__contains__)
             if not error:
                 self._write(job)
-                self._offer(step)
         except Exception as failure:  # training continues
             error = error_text(failure)
+        if job.sends:
+            self._offer(step, is_written=not error)
         job.contents.clear()  # on an accelerator, this frees the host's memory
         failed_copies = self.peers.take_failures() if self.peers else []
         self._tell(job, error, failed_copies)
@@ -737,14 +776,15 @@ class MemoryTier:
             )
         )
 
-    def _offer(self, step: int) -> None:
+    def _offer(self, step: int, *, is_written: bool) -> None:
         """Starts to send this process's file to other hosts."""
         if self.peers is None:
             return
         owner = jax.process_index()
-        size = self.store.inventory().get(step, {}).get(owner)
-        if size is not None:
-            self.peers.offer(step, owner, size)
+        size = 0
+        if is_written:
+            size = self.store.inventory().get(step, {}).get(owner, 0)
+        self.peers.offer(step, owner, size)
 
     def _write(self, job: _Job) -> None:
         """Writes this process's file.

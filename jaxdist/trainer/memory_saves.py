@@ -244,6 +244,9 @@ class MemorySaves(Callback):
 
     def _report(self, tier: MemoryTier) -> None:
         for save in tier.poll():
+            fields: dict[str, object] = {}
+            if tier.peers is not None:
+                fields["copied"] = tier.copied
             self._run.event(
                 "memory_save",
                 save.step,
@@ -252,6 +255,7 @@ class MemorySaves(Callback):
                 seconds=save.seconds,
                 blocked_s=save.blocked_s,
                 bytes=save.bytes,
+                **fields,
             )
             for failure in save.failed_copies:
                 self._run.event("memory_copy_failed", save.step, error=failure)

@@ -25,6 +25,7 @@ from jaxdist.checkpoint import (
 )
 from jaxdist.checkpoint.folders import ArrayInfo, CheckpointError
 from jaxdist.checkpoint.memory_file import BadFile, Box, Header, Piece
+from jaxdist.checkpoint.memory_peers import MemoryPeers
 from jaxdist.checkpoint.memory_store import MemoryStore
 from jaxdist.checkpoint.memory_tier import MemoryTier
 from jaxdist.distributed import coordination
@@ -281,6 +282,66 @@ def test_a_real_sharding_is_shared_out_whole():
                 index = (*map(slice, *piece.box), ...)
                 held[index] += 1
         assert (held == 1).all(), name
+
+
+# --- copies on other hosts ------------------------------------------------------------
+
+
+class Peers:
+    """Copies that arrive when a test says so. It stands for `MemoryPeers`."""
+
+    def __init__(self):
+        self.offers: list[int] = []
+        self.outcomes: dict[int, bool] = {}
+        self.oldest = 0
+
+    def offer(self, step: int, owner: int, size: int) -> None:
+        assert size > 0
+        self.offers.append(step)
+
+    def outcome(self, step: int) -> bool | None:
+        return self.outcomes.get(step)
+
+    def take_failures(self) -> list[str]:
+        return []
+
+
+def test_a_step_that_other_hosts_have_stays_until_they_have_a_newer_one(tmp_path):
+    """The network needs three steps for a copy, and the copy of step 4 fails."""
+    tier = tier_of(tmp_path)
+    tier.begin_branch()
+    peers = Peers()
+    tier.peers = peers  # type: ignore[assignment]
+    state = make_state(mesh_of(4, 2), seed=7)
+    kept = {}
+    for step in range(1, 14):
+        if step in (4, 7, 10):
+            peers.outcomes[step - 3] = step != 7
+        save(tier, step, state)
+        kept[step] = sorted(tier.store.inventory())
+    assert peers.offers == [1, 4, 7, 10]
+    assert tier.copied == 7
+    assert kept[3] == [1, 2, 3]  # 1 is sent
+    assert kept[5] == [1, 4, 5]  # 1 is copied, 4 is sent
+    assert kept[6] == [1, 4, 5, 6]
+    assert kept[9] == [1, 7, 8, 9]  # 4 was not stored everywhere
+    assert kept[13] == [7, 10, 12, 13]
+    assert peers.oldest == 7
+
+
+def test_a_step_is_copied_once_all_processes_have_stored_all_its_files(monkeypatch):
+    told: dict[int, list] = {}
+    peers = object.__new__(MemoryPeers)
+    peers._peers = [SimpleNamespace(process=number) for number in (0, 1)]  # type: ignore[misc]
+    peers._board = SimpleNamespace(values=lambda: told)  # type: ignore[assignment]
+    told[0] = [4, True]
+    assert peers.outcome(4) is None
+    told[1] = [2, True]
+    assert peers.outcome(4) is None
+    told[1] = [4, True]
+    assert peers.outcome(4) is True
+    told[1] = [4, False]
+    assert peers.outcome(4) is False
 
 
 # --- addresses of hosts ---------------------------------------------------------------
