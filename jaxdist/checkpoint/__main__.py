@@ -6,20 +6,20 @@ nor a device.
 """
 
 import argparse
-import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist.checkpoint import folders, integrity, memory_store
+from jaxdist.checkpoint import folders, integrity
 from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.config import (
     EXIT_CONFIG,
     EXIT_NO_CHECKPOINT,
     ConfigError,
     command_line,
+    extras,
     schema,
 )
 from jaxdist.config.extras import MissingExtra
@@ -132,35 +132,10 @@ def _memory_rows(path: Path, folder: Path) -> list[dict[str, Any]]:
       folder: folder of the checkpoints.
     """
     workdir = path.parent if path.name == "checkpoints" else path
-    branch = None
-    if is_local(path):
-        branch = memory_store.read_branch(workdir / run_format.MEMORY)
-    if branch is None or branch.is_set_back(folder):
+    if not is_local(workdir) or not (workdir / run_format.MEMORY).exists():
         return []
-    try:
-        place = memory_store.expand(branch.folder)
-    except CheckpointError as error:
-        return [{"folder": branch.folder, "fault": str(error)}]
-    store = memory_store.MemoryStore(place, run=branch.run, branch=branch.name)
-    rows = []
-    for step, sizes in sorted(store.inventory().items()):
-        owners = set()  # of the parts that are here and sound
-        num_owners = 0
-        for owner in sizes:
-            # deleted meanwhile, damaged, or of a history that the run has left
-            with contextlib.suppress(KeyError, CheckpointError):
-                num_owners = store.read_header(step, owner).header.owners
-                owners.add(owner)
-        if owners:
-            rows.append(
-                {
-                    "step": step,
-                    "bytes": sum(sizes[owner] for owner in owners),
-                    "parts": f"{len(owners)} of {num_owners}",
-                    "complete": len(owners) == num_owners,
-                    "folder": str(store.folder),
-                }
-            )
+    memory_list = extras.load("jaxdist.checkpoint.memory_list")
+    rows: list[dict[str, Any]] = memory_list.rows(workdir / run_format.MEMORY, folder)
     return rows
 
 
