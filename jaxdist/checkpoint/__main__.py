@@ -19,10 +19,12 @@ from jaxdist.config import (
     EXIT_NO_CHECKPOINT,
     ConfigError,
     command_line,
+    extras,
     schema,
 )
 from jaxdist.config.extras import MissingExtra
 from jaxdist.storage import run_format
+from jaxdist.storage.paths import is_local
 from jaxdist.storage.untrusted import Malformed, read_json
 
 Result = tuple[dict[str, Any], int]  # the document that --json prints; the exit code
@@ -64,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
         dest="action", required=True, parser_class=command_line.Parser
     )
     for name, meaning in (
-        ("list", "list the steps, their sizes, and the steps in quarantine"),
+        (
+            "list",
+            "list the steps, their sizes, the steps in the memory of this host, and those in quarantine",
+        ),
         ("inspect", "show the arrays and the metadata of a step (default: the newest)"),
         (
             "verify",
@@ -113,9 +118,25 @@ def _list(flags: argparse.Namespace) -> Result:
     document = {
         "folder": str(folder),
         "steps": _rows(folder, contents=False),
+        "memory": _memory_rows(folders.as_path(flags.path), folder),
         "quarantine": [_read_note(note) for note in notes],
     }
     return document, 0
+
+
+def _memory_rows(path: Path, folder: Path) -> list[dict[str, Any]]:
+    """Describes the steps in this host's memory that a restart would see, ascending.
+
+    Args:
+      path: the workdir, or its `checkpoints`.
+      folder: folder of the checkpoints.
+    """
+    workdir = path.parent if path.name == "checkpoints" else path
+    if not is_local(workdir) or not (workdir / run_format.MEMORY).exists():
+        return []
+    memory_list = extras.load("jaxdist.checkpoint.memory_list")
+    rows: list[dict[str, Any]] = memory_list.rows(workdir / run_format.MEMORY, folder)
+    return rows
 
 
 def _read_note(note: Path) -> dict[str, Any]:

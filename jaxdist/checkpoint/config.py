@@ -55,8 +55,8 @@ class CheckpointConfig:
     ] = ""
     # seconds that the end of a run waits for unfinished copies
     copy_wait_s: NonNegativeFloat = 120.0
-    # folder in the memory of each host for recent steps, such as /dev/shm; variables of
-    # the environment, such as $USER, are replaced; "" = no steps in memory
+    # folder in the memory of each host for recent steps, such as /dev/shm; ~ and
+    # variables of the environment, such as $USER, are replaced; "" = no steps in memory
     memory_folder: Annotated[str, Needs("jaxdist.trainer.memory_saves.MemorySaves")] = (
         ""
     )

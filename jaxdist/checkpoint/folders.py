@@ -567,6 +567,16 @@ def quarantine(folder: Path, step: int, reason: str, *, undone: bool = False) ->
         source.rename(target)
 
 
+def was_damaged(folder: Path, step: int) -> bool:
+    """Tests whether a run has moved a step to quarantine because it was damaged."""
+    for note in quarantine_folder(folder).glob(f"{step}*.json"):
+        with contextlib.suppress(OSError, Malformed):
+            document = read_json(note, dict)
+            if document.get("step") == step and "undone" not in document:
+                return True
+    return False
+
+
 def undone_manifests(folder: Path, step: int) -> list[bytes]:
     """Reads the manifests of the undone copies of `step` in quarantine.
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import itertools
 import queue
 import secrets
 import shutil
@@ -570,7 +571,8 @@ class CheckpointManager:
         Damaged steps that are newer are listed in `damaged_steps`. With mode "write"
         they move to quarantine, unless no step is intact: then all stay in place.
 
-        A sound step in `memory` that is as new as those of the folder comes first.
+        A sound step in `memory` that is as new as those of the folder comes first. One
+        that is newer than the newest intact step comes before that step.
 
         Args:
           abstract_state: tree of leaves with shape, dtype and sharding, or a function
@@ -591,16 +593,22 @@ class CheckpointManager:
         if self.mode == "write":
             self.check_owner()
         self.wait()
-        if self.memory is not None and step is None:
-            newest = coordination.broadcast(max(self.steps(), default=-1))
-            from_memory = self.memory.restore(
-                abstract_state, not_before=newest, partial=partial
-            )
-            if from_memory is not None:
-                self.last_sealed = max(newest, 0)
-                return from_memory
         failures: dict[int, str] = {}
-        for candidate in self._candidates(step, failures):
+        newest = coordination.broadcast(max(self.steps(), default=-1))
+        # after the last step of the folder, any step in memory may be tried
+        for candidate in itertools.chain(self._candidates(step, failures), [-1]):
+            if step is None:
+                from_memory = self._restore_from_memory(
+                    abstract_state,
+                    failures,
+                    # a torn step that is newer than all sealed ones does not count
+                    not_before=candidate if failures else newest,
+                    partial=partial,
+                )
+                if from_memory is not None:
+                    return from_memory
+            if candidate < 0:
+                break
             try:
                 restored = self._attempt(candidate, abstract_state, partial=partial)
             except state_dict.LayoutError:
@@ -612,15 +620,36 @@ class CheckpointManager:
                     self.damaged_steps[candidate] = str(error)
                 continue
             self._last_begun = self.last_sealed = candidate
-            self._quarantine_damaged(
-                {
-                    failed: self.damaged_steps[failed]
-                    for failed in failures
-                    if failed in self.damaged_steps
-                }
-            )
+            self._quarantine_damaged(failures)
             return restored
         raise folders.none_intact(self.folder, failures)
+
+    def _restore_from_memory(
+        self,
+        abstract_state: Any,
+        failures: Mapping[int, str],
+        *,
+        not_before: int,
+        partial: bool,
+    ) -> Restored | None:
+        """Restores a step in memory that is not older than `not_before`; None = none.
+
+        Args:
+          abstract_state: as in `restore`.
+          failures: {step: reason} of the folder's newer steps, which were tried.
+          not_before: the folder's newest step that was not tried.
+          partial: as in `restore`.
+        """
+        if self.memory is None:
+            return None
+        restored = self.memory.restore(
+            abstract_state, not_before=not_before, partial=partial
+        )
+        if restored is not None:
+            self._quarantine_damaged(failures)
+            sealed = [step for step in self.steps() if step not in failures]
+            self.last_sealed = coordination.broadcast(max(sealed, default=0))
+        return restored
 
     def _candidates(
         self, only_step: int | None, failures: Mapping[int, str]
@@ -693,9 +722,13 @@ class CheckpointManager:
         return restored
 
     def _quarantine_damaged(self, failures: Mapping[int, str]) -> None:
-        """Moves damaged steps, {step: reason}, to quarantine. A reader moves none."""
+        """Moves the damaged ones of the steps that failed to quarantine.
+
+        A reader moves none.
+        """
         if self.mode == "write" and jax.process_index() == 0:
-            for step, reason in failures.items():
+            for step in filter(self.damaged_steps.__contains__, failures):
+                reason = self.damaged_steps[step]
                 # A step that cannot be moved stays in `damaged_steps` and is not used.
                 with contextlib.suppress(OSError):
                     folders.quarantine(self.folder, step, reason)

@@ -6,6 +6,7 @@ arrives is verified before it counts (`MemoryStore.receive`).
 """
 
 import contextlib
+import ipaddress
 import secrets
 import socket
 from collections.abc import Iterable, Iterator
@@ -74,7 +75,13 @@ class MemoryPeers:
         holders = place(hosts, slices, copies)[jax.process_index()]
         self._client = PeerClient(token)
         addresses = [self._peers[number].address for number in holders]
-        self._sender = self._stack.enter_context(Sender(self._client, addresses))
+        # what became of the last step that each process has sent: step, whether stored
+        self._board = coordination.Board("copies")
+        self._step = 0  # the step that is sent, or was sent last
+        self._failed_before = 0  # copies that had failed before this step
+        self._sender = self._stack.enter_context(
+            Sender(self._client, addresses, self._tell)
+        )
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -83,8 +90,11 @@ class MemoryPeers:
 
     def _serve(self, token: bytes) -> _Peer:
         address = error = ""
+        interface = _interface()
         try:
-            server = PeerServer(_interface(), token, self._store, self._accepts)
+            if not interface:
+                raise OSError("this host has no way to the first process")
+            server = PeerServer(interface, token, self._store, self._accepts)
             address = self._stack.enter_context(server).address
         except Exception as failure:  # the others wait for this process
             error = error_text(failure)
@@ -100,16 +110,41 @@ class MemoryPeers:
         """Explains why a copy is not wanted; "" if it is."""
         if step < self.oldest:
             return f"step {step} is older than step {self.oldest}"
-        room = memory_store.room_of(self._store.folder)
-        if size > room.bytes:
-            return f"{room.bytes} bytes are free"
-        return ""
+        return memory_store.shortage(self._store.folder, size)
 
     def offer(self, step: int, owner: int, size: int) -> None:
-        """Starts to send a file of this host, unless the one before is being sent."""
-        self._sender.offer(
+        """Starts to send a file of this host.
+
+        Args:
+          step: step of the file. All processes have sent the one before.
+          owner: its owner.
+          size: its bytes; 0 = it was not written, so it is not sent.
+        """
+        self._step = step
+        self._failed_before = self._sender.failed
+        has_begun = size > 0 and self._sender.offer(
             step, owner, lambda: self._store.open_read(step, owner), size
         )
+        if not has_begun:
+            self._tell(is_stored=False)
+
+    def _tell(self, *, is_stored: bool | None = None) -> None:
+        """Tells the first process that this one no longer sends the step."""
+        if is_stored is None:
+            is_stored = self._sender.failed == self._failed_before
+        with contextlib.suppress(Exception):  # the service has gone, the run ends
+            self._board.put([self._step, is_stored])
+
+    def outcome(self, step: int) -> bool | None:
+        """Tests whether all copies of a step are stored; None = some are being sent.
+
+        A step counts as a whole: a restore needs the files of all owners.
+        """
+        told = self._board.values()
+        outcomes = [told.get(peer.process, [0, False]) for peer in self._peers]
+        if any(told_step != step for told_step, _ in outcomes):
+            return None
+        return all(is_stored for _, is_stored in outcomes)
 
     def take_failures(self) -> list[str]:
         """Describes the copies that were not stored since the last call."""
@@ -157,15 +192,35 @@ def _ranges(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _interface() -> str:
-    """Finds this host's address on the way to the first process.
+    """Finds this host's address on the way to the others; "" = there is none.
 
-    Raises:
-      OSError: there is no way.
+    Every process makes the call.
     """
     service = coordination.service_address() or f"{LOOPBACK}:9"
-    host, _, port = service.rpartition(":")
-    infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, address = infos[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])
+    mine = _address_toward(service.rpartition(":")[0].strip("[]"))
+    remote = [
+        address
+        for address in coordination.votes(mine)
+        if address and not _is_loopback(address)
+    ]
+    # On the host of the service, its name may mean the loopback address. Debian writes
+    # so into /etc/hosts. Others cannot reach that.
+    if remote and mine and _is_loopback(mine):
+        return _address_toward(remote[0])
+    return mine
+
+
+def _address_toward(host: str) -> str:
+    """Finds this host's address on the way to another one; "" = there is no way."""
+    try:
+        infos = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = infos[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback

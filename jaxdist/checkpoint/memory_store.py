@@ -12,6 +12,8 @@ Nothing here needs jax or a device.
 """
 
 import contextlib
+import json
+import math
 import os
 import re
 import secrets
@@ -21,11 +23,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from jaxdist.checkpoint import memory_file
+from jaxdist.checkpoint import folders, memory_file
 from jaxdist.checkpoint.folders import LAST_STEP, CheckpointError
 from jaxdist.checkpoint.memory_file import BadFile, Opened
+from jaxdist.storage import atomic, run_format
 from jaxdist.storage.digest import digest
-from jaxdist.storage.untrusted import Malformed, open_regular
+from jaxdist.storage.untrusted import (
+    Malformed,
+    is_amount,
+    is_count,
+    of_kind,
+    open_regular,
+    read_json,
+)
 
 _FILE = re.compile(r"(0|[1-9][0-9]{0,9})-(0|[1-9][0-9]{0,6})\.shards")
 _PARTIAL = re.compile(r"\..*\.partial")
@@ -34,6 +44,9 @@ _VARIABLE = re.compile(r"\$\{?(\w+)")
 # file systems whose files take memory
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _KIB = 1024
+# Share of the needed bytes that must be free beside them. Headers and padding take a
+# little, and the rest of the process also allocates while files are written.
+_MARGIN = 0.1
 
 
 class MemoryStore:
@@ -241,13 +254,65 @@ class MemoryStore:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+# --- Names ----------------------------------------------------------------------------
+
+
+class Branch(NamedTuple):
+    """The history of a run whose steps in memory count, as `memory.json` tells."""
+
+    run: str  # identity of the run
+    name: str  # see `memory_file.Header.branch`
+    folder: str  # checkpoint.memory_folder
+    # newest step that the run has sealed in its folder of checkpoints; 0 = none
+    sealed: int
+    began: float  # seconds since 1970
+
+    def write(self, file: Path) -> None:
+        """Writes the file that `read_branch` reads.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        document = run_format.marked(self._asdict())
+        atomic.write_text(file, json.dumps(document) + "\n", durable=True)
+
+    def is_set_back(self, folder: Path) -> bool:
+        """Tests whether the folder of checkpoints was set back by hand.
+
+        It was if the newest step that the run has sealed is gone, while older ones are
+        there. The run itself never deletes that step. It moves it to quarantine if it
+        is damaged. A folder without any step is lost, not set back.
+
+        Raises:
+          CheckpointError: the folder cannot be read.
+        """
+        newest = max(folders.all_steps(folder), default=self.sealed)
+        return newest < self.sealed and not folders.was_damaged(folder, self.sealed)
+
+
+def read_branch(file: Path) -> Branch | None:
+    """Reads the present history of a run; None if there is none.
+
+    Files in memory do not count without it.
+    """
+    try:
+        document = run_format.unmarked(read_json(file, dict), file)
+        branch = Branch(**document)
+        for text in (branch.run, branch.name, branch.folder):
+            of_kind(text, str)
+    except (OSError, Malformed, run_format.OtherVersion, TypeError):
+        return None
+    is_sound = is_count(branch.sealed) and is_amount(branch.began, below=1e12)
+    return branch if is_sound else None
+
+
 def expand(folder: str) -> Path:
     """Makes the path of checkpoint.memory_folder on this host.
 
-    Variables of the environment, such as $USER, are replaced by their values.
+    A leading ~ and variables of the environment, such as $USER, are replaced.
 
     Raises:
-      CheckpointError: a variable is not set.
+      CheckpointError: a variable is not set, or a user has no home.
     """
     expanded = os.path.expandvars(folder)
     missing = _VARIABLE.search(expanded)
@@ -256,7 +321,12 @@ def expand(folder: str) -> Path:
             f"checkpoint.memory_folder={folder}: the variable {missing[1]} is not set on "
             f"this host. Set it, or give a path without it."
         )
-    return Path(expanded).absolute()
+    try:
+        return Path(expanded).expanduser().absolute()
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"checkpoint.memory_folder={folder}: {error} Give a path without ~."
+        ) from error
 
 
 # --- Memory ---------------------------------------------------------------------------
@@ -276,6 +346,23 @@ def room_of(folder: Path) -> Room:
     return room if memory is None else min(room, memory)
 
 
+def shortage(folder: Path, count: int) -> str:
+    """Explains why a folder does not take bytes more; "" if it does."""
+    room = room_of(folder)
+    needed = with_margin(count)
+    if needed <= room.bytes:
+        return ""
+    return (
+        f"{needed:,} bytes are needed with a margin of {_MARGIN:.0%}, {room.bytes:,} "
+        f"are free ({room.source})"
+    )
+
+
+def with_margin(count: int) -> int:
+    """Adds the bytes that must stay free."""
+    return count + math.ceil(_MARGIN * count)
+
+
 def room_fault(
     store: MemoryStore, part: int, *, processes: int, files: int, staged: int
 ) -> str:
@@ -289,7 +376,7 @@ def room_fault(
       staged: copies of the part beside the files.
     """
     there = store.bytes()
-    file_bytes = files * part
+    file_bytes = with_margin(files * part)
     counted = (
         f"checkpoint.memory_folder={store.folder.parent}: the {processes} processes of "
         f"this host save {part:,} bytes"
@@ -298,21 +385,22 @@ def room_fault(
     free = shutil.disk_usage(store.folder).free + there
     if file_bytes > free:
         return (
-            f"{counted}. {files} files need {file_bytes:,}, and {free:,} are free in "
-            f"that file system. {fix}"
+            f"{counted}. {files} files need {file_bytes:,} with a margin of "
+            f"{_MARGIN:.0%}, and {free:,} are free in that file system. {fix}"
         )
     memory = free_memory()
     if memory is None:
         return ""
-    needed = staged * part
+    copies = staged
     free = memory.bytes
     if is_in_memory(store.folder):
-        needed += file_bytes
+        copies += files
         free += there
+    needed = with_margin(copies * part)
     if needed > free:
         return (
-            f"{counted}. {needed // part} copies need {needed:,}, and {free:,} are free "
-            f"({memory.source}). {fix}"
+            f"{counted}. {copies} copies need {needed:,} with a margin of "
+            f"{_MARGIN:.0%}, and {free:,} are free ({memory.source}). {fix}"
         )
     return ""
 

@@ -46,19 +46,19 @@ from jaxdist.checkpoint.memory_file import (
     Piece,
 )
 from jaxdist.checkpoint.memory_peers import MemoryPeers
-from jaxdist.checkpoint.memory_store import MemoryStore
+from jaxdist.checkpoint.memory_store import Branch, MemoryStore
 from jaxdist.checkpoint.ranges import StoredArray, StoredPiece
 from jaxdist.config import trees
 from jaxdist.distributed import coordination
-from jaxdist.storage import atomic, run_format, untrusted
 from jaxdist.telemetry import clock
 
 KEEP = 2  # complete steps that stay in memory
 FILES = KEEP + 1  # files of a process: the kept steps, and the one that is written
-_BRANCH = "branch"  # key of the file that names the branch
 # seconds between two looks at which processes have written, at first and at most
 _LOOK_S = 0.01
 _MOST_LOOK_S = 0.5
+# seconds that the thread of a process may need after the first process has gone on
+_LATE_S = 5.0
 
 
 class MemorySave(NamedTuple):
@@ -88,6 +88,7 @@ class Decision(NamedTuple):
     begins: bool  # whether the previous save has ended
     kept: list[int]  # steps that stay in memory
     metadata: dict[str, Any]  # metadata of the step
+    sends: bool  # whether all processes send their files to other hosts
     interval: int  # steps until the next save; 0 = as before
 
 
@@ -122,6 +123,7 @@ class _Job:
 
     header: Header  # without fingerprints
     contents: list[np.ndarray]
+    sends: bool  # whether the file goes to other hosts
     sums: jax.Array  # of `fingerprint.start`
     failure: str  # why the arrays were not copied; "" = they were
     kept: list[int]  # older steps that stay
@@ -169,20 +171,25 @@ class MemoryTier:
         Args:
           folder: checkpoint.memory_folder, which other runs may share.
           run: identity of the run.
-          branch_file: file of the workdir that names the run's present history. Only
-            the first process reads and writes it.
+          branch_file: file of the workdir that names the run's present history, see
+            `memory_store.Branch`. Only the first process reads and writes it.
           timeout_s: seconds that a save may take before it counts as failed.
           copies: number of other hosts that get a copy of each file.
 
         Raises:
           CheckpointError: the folder cannot be used, or there are too few hosts.
         """
+        self._folder = folder
         self._branch_file = branch_file
         self._timeout_s = timeout_s
-        branch = coordination.broadcast(_read_branch(branch_file))
+        # the present history; only the first process has it
+        self._branch: Branch | None = None
+        if jax.process_index() == 0:
+            self._branch = memory_store.read_branch(branch_file)
+        name = coordination.broadcast(self._branch.name if self._branch else "")
         with error_on_all(CheckpointError):
             place = memory_store.expand(folder)
-            self.store = MemoryStore(place, run=run, branch=branch)
+            self.store = MemoryStore(place, run=run, branch=name)
             self.store.open()
         # files on other hosts; None = they have none
         self.peers = MemoryPeers(self.store, copies) if copies else None
@@ -192,6 +199,10 @@ class MemoryTier:
         self.restored_bytes = 0  # bytes that this process has read for it
         # steps that are complete, ascending. Only those of the first process count.
         self.complete: list[int] = []
+        # the newest step whose files are all on other hosts, too; 0 = none. Only that
+        # of the first process counts.
+        self.copied = 0
+        self._sent = 0  # the step that processes send; 0 = none
         self._candidates: list[Candidate] = []  # newest first
         self._background = Background(self.store.folder, timeout_s)
         self._board = coordination.Board("memory")
@@ -342,7 +353,7 @@ class MemoryTier:
         Raises:
           LayoutError: the step holds another model or optimizer.
         """
-        for candidate in self._candidates:
+        for candidate in list(self._candidates):
             if candidate.step < not_before:
                 break
             try:
@@ -352,6 +363,7 @@ class MemoryTier:
                 raise
             except CheckpointError as error:
                 self._give_up(candidate, str(error))
+                self._candidates.remove(candidate)
                 continue
             self.restored = candidate
             self.complete = sorted(
@@ -497,32 +509,60 @@ class MemoryTier:
 
         Only the first process calls it. `begin_branch` follows on all processes.
         """
+        self._branch = None
         self._branch_file.unlink(missing_ok=True)
 
-    def begin_branch(self) -> None:
+    def begin_branch(self, sealed: int = 0) -> None:
         """Begins a new history, and deletes the steps of others.
 
         A run does so if it has not restored a step in memory.
+
+        Args:
+          sealed: the newest sealed step of the folder; 0 = none.
 
         Raises:
           CheckpointError: the branch cannot be written.
         """
         self._background.wait()
-        branch = coordination.broadcast(secrets.token_hex(8))
+        name = coordination.broadcast(secrets.token_hex(8))
         with error_on_all(OSError):
             if jax.process_index() == 0:
-                document = run_format.marked({_BRANCH: branch})
-                text = json.dumps(document) + "\n"
-                atomic.write_text(self._branch_file, text, durable=True)
-        self.store.branch = branch
+                self._branch = Branch(
+                    run=self.store.run,
+                    name=name,
+                    folder=self._folder,
+                    sealed=sealed,
+                    began=time.time(),
+                )
+                self._branch.write(self._branch_file)
+        self.store.branch = name
         self.restored = None
         self.complete = []
+        self.copied = 0
         self._candidates = []
         self.store.keep(lambda step: False)
 
-    def continue_branch(self) -> None:
-        """Deletes the steps that are not those of the restored history."""
+    def continue_branch(self, sealed: int = 0) -> None:
+        """Deletes the steps that are not those of the restored history.
+
+        Args:
+          sealed: the newest sealed step of the folder; 0 = none.
+        """
         self.store.keep(self.complete.__contains__)
+        self.record_sealed(sealed)
+
+    def record_sealed(self, step: int) -> None:
+        """Writes the newest sealed step of the folder beside the branch.
+
+        A start compares it with the folder, see `memory_saves`. Only the first process
+        writes. This communicates with no process.
+        """
+        if self._branch is None:
+            return
+        self._branch = self._branch._replace(sealed=step, folder=self._folder)
+        # A full disk must not end the run. The step before stays in the file then.
+        with contextlib.suppress(OSError):
+            self._branch.write(self._branch_file)
 
     def decide(
         self, *, allowed: bool, sealed: int, metadata: Mapping[str, Any], interval: int
@@ -535,15 +575,41 @@ class MemoryTier:
           metadata: metadata of the step.
           interval: steps until the next save; 0 = as before.
         """
-        kept = [step for step in self.complete if step >= sealed][-KEEP:]
-        ready = self._background.wait(0)
+        begins = self._background.wait(0) and allowed
+        if begins and jax.process_index() == 0:
+            self._look_at_copies()
         decision = Decision(
-            begins=ready and allowed,
-            kept=kept,
-            metadata=dict(metadata) if ready and allowed else {},
+            begins=begins,
+            kept=self._kept([step for step in self.complete if step >= sealed]),
+            metadata=dict(metadata) if begins else {},
+            sends=not self._sent,
             interval=interval,
         )
         return Decision(*self._from_first(decision))
+
+    def _look_at_copies(self) -> None:
+        """Looks whether all processes have sent their files of a step.
+
+        They send the files of the same steps. If each chose its own, a slow network
+        could leave no step of which other hosts have all files.
+        """
+        if self.peers is None or not self._sent:
+            return
+        is_copied = self.peers.outcome(self._sent)
+        if is_copied is None:
+            return
+        if is_copied:
+            self.copied = self._sent
+        self._sent = 0
+
+    def _kept(self, complete: list[int]) -> list[int]:
+        """Chooses the steps that stay beside the one that is written.
+
+        If the network is slow, the step that other hosts have is not among the newest.
+        """
+        needed = {*complete[-1:], self.copied, self._sent}
+        kept = [step for step in complete if step in needed]
+        return kept if len(kept) >= KEEP else complete[-KEEP:]
 
     def _from_first(self, value: Any) -> Any:
         """Sends the first process's JSON value to all, as `coordination.broadcast`.
@@ -577,16 +643,20 @@ class MemoryTier:
           decision: that of `decide`, which has let the save begin.
         """
         began = time.monotonic()
-        # The first process has the answers of all, so this one is about to end.
-        self._background.wait()
+        # The first process has the answers of all, or has given up to wait for them. So
+        # the thread of this process is about to end, or hangs.
+        hangs = not self._background.wait(_LATE_S)
         self.complete = decision.kept
+        if decision.sends and self.peers is not None:
+            self._sent = step
         if self.peers is not None:
             self.peers.oldest = min([*decision.kept, step])
         pieces = self._share.of(arrays)
         contents: list[np.ndarray] = []
-        failure = ""
+        failure = "the previous save of this process has not ended" if hangs else ""
         try:
-            contents = self._copy(arrays, pieces)
+            if not hangs:  # the thread still reads the memory that is copied into
+                contents = self._copy(arrays, pieces)
         except Exception as error:  # training continues
             failure = error_text(error)
         header = Header(
@@ -605,6 +675,7 @@ class MemoryTier:
         job = _Job(
             header=header,
             contents=contents,
+            sends=decision.sends,
             sums=sums,
             failure=failure,
             kept=decision.kept,
@@ -612,6 +683,11 @@ class MemoryTier:
             began=began,
             blocked_s=time.monotonic() - began,
         )
+        if hangs:
+            if decision.sends:
+                self._offer(step, is_written=False)
+            self._tell(job, failure, [])
+            return
         self._background.begin(
             functools.partial(self._finish, job), f"save of step {step} in memory"
         )
@@ -672,11 +748,17 @@ class MemoryTier:
             self.store.keep(job.kept.__contains__)
             if not error:
                 self._write(job)
-                self._offer(step)
         except Exception as failure:  # training continues
             error = error_text(failure)
+        if job.sends:
+            self._offer(step, is_written=not error)
         job.contents.clear()  # on an accelerator, this frees the host's memory
         failed_copies = self.peers.take_failures() if self.peers else []
+        self._tell(job, error, failed_copies)
+
+    def _tell(self, job: _Job, error: str, failed_copies: list[str]) -> None:
+        """Tells the outcome of a save to the other processes, and to `poll`."""
+        step = job.header.step
         try:
             errors, failed_copies = self._exchange(step, error, failed_copies)
         except Exception as failure:  # the service has gone
@@ -694,14 +776,15 @@ class MemoryTier:
             )
         )
 
-    def _offer(self, step: int) -> None:
+    def _offer(self, step: int, *, is_written: bool) -> None:
         """Starts to send this process's file to other hosts."""
         if self.peers is None:
             return
         owner = jax.process_index()
-        size = self.store.inventory().get(step, {}).get(owner)
-        if size is not None:
-            self.peers.offer(step, owner, size)
+        size = 0
+        if is_written:
+            size = self.store.inventory().get(step, {}).get(owner, 0)
+        self.peers.offer(step, owner, size)
 
     def _write(self, job: _Job) -> None:
         """Writes this process's file.
@@ -714,11 +797,9 @@ class MemoryTier:
         header = Header(**{**vars(job.header), "fingerprints": fingerprints})
         needed = memory_file.payload_bytes(header.arrays, header.pieces)
         self.store.make()
-        room = memory_store.room_of(self.store.folder)
-        if needed > room.bytes:
-            raise CheckpointError(
-                f"{needed:,} bytes are needed, {room.bytes:,} are free ({room.source})"
-            )
+        shortage = memory_store.shortage(self.store.folder, needed)
+        if shortage:
+            raise CheckpointError(shortage)
         with self.store.write(header.step, header.owner) as file:
             memory_file.write(file, header, job.contents)
 
@@ -798,16 +879,21 @@ class MemoryTier:
             staged=staged,
         )
 
-    def wait(self) -> None:
-        """Waits for the running save."""
-        self._background.wait()
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits for the running save.
+
+        Args:
+          seconds: longest wait; None = until the save has taken its time limit.
+        """
+        self._background.wait(seconds)
 
     def close(self, *, delete: bool, seconds: float | None = None) -> None:
         """Waits for the running save, and may delete the folder.
 
         Args:
           delete: whether to delete it.
-          seconds: longest wait; None = until the save has taken its time limit.
+          seconds: longest wait; None = until the save has taken its time limit. A save
+            that takes longer is given up: its thread ends with the process.
         """
         if self._background.wait(seconds):
             self._background.close()
@@ -815,6 +901,8 @@ class MemoryTier:
             self.peers.close()
         if delete:
             self.store.remove()
+            if jax.process_index() == 0:
+                self.leave_branch()
 
 
 def _known_steps(votes: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str], _Known]:
@@ -939,16 +1027,3 @@ def _is_in_host_memory(leaf: Any) -> bool:
         return False
     platform = next(iter(sharding.device_set)).platform
     return platform == "cpu" or (sharding.memory_kind or "").endswith("host")
-
-
-def _read_branch(file: Path) -> str:
-    """Reads the name of the run's present history; "" if there is none.
-
-    Files in memory do not count without it.
-    """
-    if jax.process_index() != 0:
-        return ""
-    with contextlib.suppress(OSError, untrusted.Malformed, KeyError):
-        document = untrusted.read_json(file, dict)
-        return untrusted.of_kind(document[_BRANCH], str)
-    return ""

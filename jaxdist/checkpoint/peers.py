@@ -628,18 +628,25 @@ class Sender:
       failed: copies that did not reach their holder.
     """
 
-    def __init__(self, client: PeerClient, holders: Sequence[str]) -> None:
+    def __init__(
+        self,
+        client: PeerClient,
+        holders: Sequence[str],
+        on_idle: Callable[[], None] = lambda: None,
+    ) -> None:
         """Starts the thread.
 
         Args:
           client: client with the run's token.
           holders: addresses of the peers that hold this process's copies.
+          on_idle: called in the thread after each copy. It raises no error.
         """
         self.sent = 0
         self.skipped = 0
         self.failed = 0
         self._client = client
         self._holders = tuple(holders)
+        self._on_idle = on_idle
         self._lock = threading.Lock()  # guards what follows, and the counts
         self._is_closed = False
         self._connection: PeerConnection | None = None
@@ -704,6 +711,7 @@ class Sender:
                 work()
             finally:
                 self._idle.set()
+                self._on_idle()
 
     def _send_to_all(
         self, step: int, owner: int, open_file: Callable[[], BinaryIO], size: int

@@ -26,6 +26,8 @@ class LateImport(NamedTuple):
 
 
 LATE_IMPORTS = {
+    # added to `checkpoint list`, which needs it only for runs with steps in memory
+    "jaxdist.checkpoint.memory_list": LateImport("slow", "numpy", 175),
     "jaxdist.checkpoint.orbax_backend": LateImport("slow", "orbax", 218),
     "jaxdist.data.bpe": LateImport("optional", "tokenizers", 17),
     "jaxdist.data.chat_renderer": LateImport("optional", "jinja2", 27),

@@ -18,6 +18,7 @@ KEY = "format"
 # Files that decide for the folder of a run.
 CONFIG = "config.json"
 RUN = "run.json"
+MEMORY = "memory.json"  # names the history whose steps in memory count
 
 
 class OtherVersion(ConfigError):

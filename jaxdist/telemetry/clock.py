@@ -29,6 +29,7 @@ JOIN = "join"  # joining the process group and finding devices
 COMPILE = "compile"
 WAIT = "wait"  # waiting for other processes
 HOOKS = "hooks"  # callbacks that the loop waits for
+MEMORY = "memory"  # saves in memory, as far as training waits for them
 
 
 class Clock:

@@ -4,29 +4,31 @@ The folder stays the truth. After a crash the run resumes from memory if every p
 newer step is there. Otherwise it resumes from the folder (`checkpoint.memory_tier`).
 """
 
+import contextlib
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from jaxdist.checkpoint import state_dict
+from jaxdist.checkpoint import memory_store, state_dict
 from jaxdist.checkpoint.folders import CheckpointError
 from jaxdist.checkpoint.interval import SaveInterval, mean_time_between_failures
 from jaxdist.checkpoint.memory_tier import Decision, MemorySave, MemoryTier
 from jaxdist.checkpoint.peers import CLEARTEXT_NOTE
 from jaxdist.config import ConfigError
 from jaxdist.distributed import coordination
+from jaxdist.storage import run_format
 from jaxdist.storage.digest import digest
 from jaxdist.telemetry import clock
 from jaxdist.telemetry.units import bytes_text, time_text
 from jaxdist.trainer.callbacks import Callback, Run, RunEnd, StepView
 
-# file of a workdir that names the history whose steps in memory count
-BRANCH_FILE = "memory.json"
 # steps until the first save of memory_every_steps=0, which is measured
 FIRST_STEPS = 10
-# seconds that a run which ends by an error waits for a save. Another process may be
-# lost, and its answer with it.
+# After a failed save the next one comes twice as late, and so on, up to this factor.
+MOST_WAITED = 16
+# Seconds that the end of a run waits for a save. After an error another process may be
+# lost, and its answer with it. After a signal the folder has the last step.
 _LAST_WAIT_S = 5.0
 
 
@@ -36,7 +38,7 @@ class MemorySaves(Callback):
     may_request = False
     keys = ("checkpoint.memory_folder",)
     name = "memory"
-    bucket = ""  # that of the phase
+    bucket = clock.MEMORY
     _run: Run
 
     def __init__(self) -> None:
@@ -47,9 +49,9 @@ class MemorySaves(Callback):
         self._is_measured = False  # whether a save has told the interval its time
         self._last = (0, 0.0)  # step and time of the last call of `on_step`
         self._step_s = 0.0  # seconds of a step since that call
-        self._missed = (
-            0  # saves that were skipped or failed since the last complete one
-        )
+        self._failures = 0  # saves that have failed since the last complete one
+        self._wait_until = 0  # step before which no save begins, after failures
+        self._has_skipped = False  # whether a line has told of a skipped save
 
     def on_start(self, run: Run) -> None:
         """Opens the tier, so that the run can be restored from it.
@@ -61,9 +63,11 @@ class MemorySaves(Callback):
         if not config.memory_folder:
             # Steps in memory would be those of another history once it is set again.
             if coordination.is_lead():
-                (run.folder / BRANCH_FILE).unlink(missing_ok=True)
+                (run.folder / run_format.MEMORY).unlink(missing_ok=True)
             return
         self._run = run
+        if coordination.is_lead():
+            self._leave_if_set_back()
         # A copy of a workdir has the identity of its run, and trains on its own.
         own = digest(run.store.run, run.folder.absolute())
         identity = coordination.broadcast(own)
@@ -71,7 +75,7 @@ class MemorySaves(Callback):
             self._tier = MemoryTier(
                 config.memory_folder,
                 identity,
-                run.folder / BRANCH_FILE,
+                run.folder / run_format.MEMORY,
                 config.timeout_s,
                 config.memory_peers,
             )
@@ -84,6 +88,24 @@ class MemorySaves(Callback):
         self.steps = config.memory_every_steps or FIRST_STEPS
         if not config.memory_every_steps:
             self._interval = SaveInterval(replace(config, interval="auto"))
+
+    def _leave_if_set_back(self) -> None:
+        """Makes the steps in memory invalid if the folder was set back by hand."""
+        run = self._run
+        file = run.folder / run_format.MEMORY
+        branch = memory_store.read_branch(file)
+        is_set_back = False
+        # The restore reports a folder that cannot be read.
+        with contextlib.suppress(CheckpointError, OSError):
+            is_set_back = branch is not None and branch.is_set_back(run.store.folder)
+        if branch is None or not is_set_back:
+            return
+        file.unlink(missing_ok=True)
+        run.event("memory_left", branch.sealed)
+        run.note(
+            f"steps in memory do not count: step {branch.sealed} was removed from "
+            f"{run.store.folder}, so the run goes back"
+        )
 
     def load(self, state: Any) -> None:
         """Begins or continues the history whose steps count.
@@ -100,7 +122,7 @@ class MemorySaves(Callback):
         if self._has_started or tier.restored is None:
             self._begin_branch(tier)
         else:
-            tier.continue_branch()
+            tier.continue_branch(self._run.store.last_sealed)
             self._run.event(
                 "memory_restore", tier.restored.step, bytes=tier.restored_bytes
             )
@@ -124,7 +146,7 @@ class MemorySaves(Callback):
 
     def _begin_branch(self, tier: MemoryTier) -> None:
         try:
-            tier.begin_branch()
+            tier.begin_branch(self._run.store.last_sealed)
         except CheckpointError as error:
             raise ConfigError(f"{error}. Free the disk of the workdir.") from error
 
@@ -149,14 +171,14 @@ class MemorySaves(Callback):
         self._measure_step(view.step, began)
         self._report(tier)
         decision = tier.decide(
-            allowed=not view.interrupted,
+            allowed=not view.interrupted and view.step >= self._wait_until,
             sealed=self._run.store.last_sealed,
             metadata=self._run.store.metadata(view.progress),
             interval=self._next_interval(),
         )
         if decision.begins:
             self._save(tier, view, decision)
-        elif not view.interrupted:
+        elif not view.interrupted and view.step >= self._wait_until:
             self._skip(view.step)
         self._last = (view.step, time.monotonic())
         self.steps = decision.interval or self.steps
@@ -169,17 +191,34 @@ class MemorySaves(Callback):
         tier.save(view.step, state_dict.to_canonical(flat), decision)
 
     def _skip(self, step: int) -> None:
-        self._missed += 1
         self._run.event(
             "memory_save",
             step,
             ok=False,
             error="skipped: the previous save has not ended",
         )
-        if self._missed == 1:
+        if not self._has_skipped:
+            self._has_skipped = True
             self._run.note(
                 f"step {step} is not saved in memory: the previous save has not ended; "
                 f"raise checkpoint.memory_every_steps if this repeats"
+            )
+
+    def _wait_after_failure(self, step: int, error: str) -> None:
+        """Lets the next save come later. Whatever failed probably fails again.
+
+        Args:
+          step: the step whose save has failed.
+          error: why.
+        """
+        self._failures += 1
+        intervals = min(2**self._failures, MOST_WAITED)
+        self._wait_until = step + intervals * self.steps
+        if self._failures == 1:  # each one has its event
+            self._run.note(
+                f"step {step} is not saved in memory, training continues: {error}; "
+                f"until a save succeeds, each one comes later, up to {MOST_WAITED} "
+                f"intervals"
             )
 
     def _measure_step(self, step: int, now: float) -> None:
@@ -193,6 +232,11 @@ class MemorySaves(Callback):
             return 0
         return max(1, round(self._interval.seconds / self._step_s))
 
+    def on_save(self, step: int) -> None:
+        """Remembers the newest step of the folder, see `_leave_if_set_back`."""
+        if self._tier is not None:
+            self._tier.record_sealed(step)
+
     def on_record(self, step: int, metrics: Any) -> None:
         """Reports saves that have ended."""
         if self._tier is not None:
@@ -200,6 +244,9 @@ class MemorySaves(Callback):
 
     def _report(self, tier: MemoryTier) -> None:
         for save in tier.poll():
+            fields: dict[str, object] = {}
+            if tier.peers is not None:
+                fields["copied"] = tier.copied
             self._run.event(
                 "memory_save",
                 save.step,
@@ -208,18 +255,15 @@ class MemorySaves(Callback):
                 seconds=save.seconds,
                 blocked_s=save.blocked_s,
                 bytes=save.bytes,
+                **fields,
             )
             for failure in save.failed_copies:
                 self._run.event("memory_copy_failed", save.step, error=failure)
             if save.error:
-                self._missed += 1
-                if self._missed == 1:  # each one has its event
-                    self._run.note(
-                        f"step {save.step} is not saved in memory, training continues: "
-                        f"{save.error}"
-                    )
+                self._wait_after_failure(save.step, save.error)
                 continue
-            self._missed = 0
+            self._failures = 0
+            self._wait_until = 0
             self._choose_interval(save)
 
     def _choose_interval(self, save: MemorySave) -> None:
@@ -261,13 +305,15 @@ class MemorySaves(Callback):
         """Deletes the steps in memory if the folder has what they hold."""
         if self._tier is None:
             return
-        self._tier.wait()
+        sealed = self._run.store.last_sealed
+        is_saved = sealed >= self._run.progress.step
+        self._tier.wait(_LAST_WAIT_S if is_saved else None)
         self._report(self._tier)
         saves = self._run.config.checkpoint.save_at_end
-        newest = max(self._tier.complete, default=0)
-        is_in_folder = self._run.store.last_sealed >= newest
+        is_in_folder = sealed >= max(self._tier.complete, default=0)
         gives_up = end.is_final and not end.reason and not saves
-        self._tier.close(delete=coordination.broadcast(is_in_folder or gives_up))
+        delete = coordination.broadcast(is_in_folder or gives_up)
+        self._tier.close(delete=delete, seconds=0)
         self._tier = None
 
     def __exit__(self, *_: object) -> None:

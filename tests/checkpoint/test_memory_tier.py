@@ -4,6 +4,7 @@ on other meshes.
 
 import functools
 import io
+import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,19 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.checkpoint import memory_file, memory_store, memory_tier, state_dict
+from jaxdist.checkpoint import (
+    memory_file,
+    memory_peers,
+    memory_store,
+    memory_tier,
+    state_dict,
+)
 from jaxdist.checkpoint.folders import ArrayInfo, CheckpointError
 from jaxdist.checkpoint.memory_file import BadFile, Box, Header, Piece
+from jaxdist.checkpoint.memory_peers import MemoryPeers
 from jaxdist.checkpoint.memory_store import MemoryStore
 from jaxdist.checkpoint.memory_tier import MemoryTier
+from jaxdist.distributed import coordination
 from support.checkpoints import abstract_on, assert_bitwise, make_state, mesh_of
 
 RUN = "0123456789abcdef"
@@ -154,6 +163,46 @@ def test_a_step_older_than_the_folders_newest_is_not_restored(tmp_path):
     assert again.restore(abstract, not_before=7, partial=False) is not None
 
 
+def test_a_process_whose_thread_hangs_says_so_and_keeps_its_memory(
+    tmp_path, monkeypatch
+):
+    """The first process has given up to wait for it, and begins the next save.
+
+    The thread still writes the step before, so its copy must not change.
+    """
+    monkeypatch.setattr(memory_tier, "_LATE_S", 0.1)
+    tier = tier_of(tmp_path)
+    tier.begin_branch()
+    released = threading.Event()
+    honest = memory_file.write
+
+    def hanging(file, header, contents):
+        assert released.wait(60)
+        return honest(file, header, contents)
+
+    monkeypatch.setattr(memory_file, "write", hanging)
+    state = make_state(mesh_of(4, 2), seed=7)
+    decision = tier.decide(allowed=True, sealed=0, metadata={}, interval=0)
+    tier.save(7, state_dict.to_canonical(state), decision)
+    assert not tier.decide(allowed=True, sealed=0, metadata={}, interval=0).begins
+    other = make_state(mesh_of(4, 2), seed=8)
+    tier.save(8, state_dict.to_canonical(other), decision)
+    (late,) = tier.poll()
+    assert late.step == 8
+    assert late.error == "the previous save of this process has not ended"
+    released.set()
+    tier.wait()
+    (result,) = tier.poll()
+    assert (result.step, result.error) == (7, "")
+    assert list(tier.store.inventory()) == [7]
+    again = tier_of(tmp_path)
+    again.look()
+    abstract = abstract_on(mesh_of(4, 2), state)
+    restored = again.restore(abstract, not_before=0, partial=False)
+    assert restored is not None
+    assert_bitwise(restored.state, state)
+
+
 def test_a_new_branch_leaves_no_step(tmp_path):
     tier = tier_of(tmp_path)
     tier.begin_branch()
@@ -233,6 +282,96 @@ def test_a_real_sharding_is_shared_out_whole():
                 index = (*map(slice, *piece.box), ...)
                 held[index] += 1
         assert (held == 1).all(), name
+
+
+# --- copies on other hosts ------------------------------------------------------------
+
+
+class Peers:
+    """Copies that arrive when a test says so. It stands for `MemoryPeers`."""
+
+    def __init__(self):
+        self.offers: list[int] = []
+        self.outcomes: dict[int, bool] = {}
+        self.oldest = 0
+
+    def offer(self, step: int, owner: int, size: int) -> None:
+        assert size > 0
+        self.offers.append(step)
+
+    def outcome(self, step: int) -> bool | None:
+        return self.outcomes.get(step)
+
+    def take_failures(self) -> list[str]:
+        return []
+
+
+def test_a_step_that_other_hosts_have_stays_until_they_have_a_newer_one(tmp_path):
+    """The network needs three steps for a copy, and the copy of step 4 fails."""
+    tier = tier_of(tmp_path)
+    tier.begin_branch()
+    peers = Peers()
+    tier.peers = peers  # type: ignore[assignment]
+    state = make_state(mesh_of(4, 2), seed=7)
+    kept = {}
+    for step in range(1, 14):
+        if step in (4, 7, 10):
+            peers.outcomes[step - 3] = step != 7
+        save(tier, step, state)
+        kept[step] = sorted(tier.store.inventory())
+    assert peers.offers == [1, 4, 7, 10]
+    assert tier.copied == 7
+    assert kept[3] == [1, 2, 3]  # 1 is sent
+    assert kept[5] == [1, 4, 5]  # 1 is copied, 4 is sent
+    assert kept[6] == [1, 4, 5, 6]
+    assert kept[9] == [1, 7, 8, 9]  # 4 was not stored everywhere
+    assert kept[13] == [7, 10, 12, 13]
+    assert peers.oldest == 7
+
+
+def test_a_step_is_copied_once_all_processes_have_stored_all_its_files(monkeypatch):
+    told: dict[int, list] = {}
+    peers = object.__new__(MemoryPeers)
+    peers._peers = [SimpleNamespace(process=number) for number in (0, 1)]  # type: ignore[misc]
+    peers._board = SimpleNamespace(values=lambda: told)  # type: ignore[assignment]
+    told[0] = [4, True]
+    assert peers.outcome(4) is None
+    told[1] = [2, True]
+    assert peers.outcome(4) is None
+    told[1] = [4, True]
+    assert peers.outcome(4) is True
+    told[1] = [4, False]
+    assert peers.outcome(4) is False
+
+
+# --- addresses of hosts ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "got"),
+    [
+        ("127.0.0.1", ["127.0.0.1", "127.0.0.1"], "127.0.0.1"),
+        ("10.0.0.2", ["127.0.0.1", "10.0.0.2"], "10.0.0.2"),
+        # the host of the service, whose name is 127.0.1.1 in its /etc/hosts
+        ("127.0.1.1", ["127.0.1.1", "10.0.0.2"], "toward 10.0.0.2"),
+        ("::1", ["::1", "fd00::2"], "toward fd00::2"),
+        ("", ["127.0.0.1", ""], ""),
+    ],
+)
+def test_a_host_offers_an_address_that_the_others_reach(monkeypatch, mine, others, got):
+    monkeypatch.setattr(coordination, "service_address", lambda: "lead:4000")
+    monkeypatch.setattr(coordination, "votes", lambda vote: others)
+    monkeypatch.setattr(
+        memory_peers,
+        "_address_toward",
+        lambda host: mine if host == "lead" else f"toward {host}",
+    )
+    assert memory_peers._interface() == got
+
+
+def test_the_address_on_the_way_to_this_host_is_that_of_the_loopback_interface():
+    assert memory_peers._address_toward("127.0.0.1") == "127.0.0.1"
+    assert memory_peers._address_toward("no such host.") == ""
 
 
 # --- copies of files ------------------------------------------------------------------
@@ -463,10 +602,10 @@ def test_a_file_system_in_memory_is_known_by_its_mount(tmp_path):
 @pytest.mark.parametrize(
     ("free", "in_memory", "fault"),
     [
-        (400, True, ""),
-        (399, True, "4 copies need 400, and 399 are free"),
-        (100, False, ""),
-        (99, False, "1 copies need 100, and 99 are free"),
+        (440, True, ""),
+        (439, True, "4 copies need 440 with a margin of 10%, and 439 are free"),
+        (110, False, ""),
+        (109, False, "1 copies need 110 with a margin of 10%, and 109 are free"),
     ],
 )
 def test_the_arithmetic_of_a_host(tmp_path, monkeypatch, free, in_memory, fault):

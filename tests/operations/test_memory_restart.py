@@ -95,6 +95,7 @@ def test_a_host_that_has_lost_its_memory_gets_its_part_from_another(tmp_path, da
     assert bool(bad) == (damage == "flip")
     assert all(event["place"] == bad[0]["place"] for event in bad)
     assert not events(workdir, "memory_copy_failed")
+    assert max(save["copied"] for save in events(workdir, "memory_save")) > 30
     assert list_steps(workdir / "checkpoints") == [40]
     assert all(len(values) == 1 for values in every_loss(workdir).values())
     assert not list(memory.glob("*/*"))

@@ -29,6 +29,7 @@ EVENTS = {
     "memory_save",
     "memory_interval",
     "memory_restore",
+    "memory_left",
     "memory_copy_failed",
     "bad_memory_copy",
     "restore",

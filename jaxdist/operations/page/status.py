@@ -3,10 +3,11 @@
 Reading takes milliseconds, also while the run trains. Needs no jax.
 """
 
+import contextlib
 import math
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ class RunStatus(RunFiles):
     # message if another version wrote the run, of which nothing else is read; "": this
     # version did
     other_version: str = ""
+    # event of the newest step in memory; None = there is none
+    memory_save: metrics.Row | None = None
 
     def document(self) -> dict[str, Any]:
         """Builds the document of `jaxdist status --json`."""
@@ -99,6 +102,7 @@ class RunStatus(RunFiles):
         document["starts"] = self.events.numbers["start"]
         document |= self._step_parts()
         document["slow_parts"] = self._slow_parts()
+        document["memory_step"] = self._memory_step()
         document["goodput"] = account.goodput
         document["ledger"] = {"buckets": account.buckets, "wall_s": account.wall_s}
         document["cost"] = cost.cost(
@@ -141,6 +145,21 @@ class RunStatus(RunFiles):
             for part in parts
             if isinstance(part, dict) and "text" in part
         ]
+
+    def _memory_step(self) -> dict[str, Any] | None:
+        """Describes the newest step in memory; None if there is none."""
+        if self.memory_save is None:
+            return None
+        restore = self.events.last_of("memory_restore")
+        life = self.last_life
+        resumed_at = None
+        if restore is not None and life is not None and restore["time"] >= life.began:
+            resumed_at = restore["step"]
+        return {
+            "step": self.memory_save["step"],
+            "age_s": max(0.0, self.now - self.memory_save["time"]),
+            "resumed_at": resumed_at,
+        }
 
     def _activity(self) -> str | None:
         """Describes the phase of a running run; None without a ledger."""
@@ -266,15 +285,44 @@ def read_status(workdir: Path | str, *, now: float | None = None) -> RunStatus:
             f"{folder}: holds no run (none of {known}); give the --workdir of train"
         )
     run_format.check_folder(folder)
-    events = EventLog(
-        metrics.iter_events(folder, (*ENDS, "save", "save_interval", "slow_parts"))
-    )
-    for event in metrics.read_last_events(folder)[-1:]:
+    names = (*ENDS, "save", "save_interval", "slow_parts", "memory_restore")
+    events = EventLog(metrics.iter_events(folder, names))
+    last_events = metrics.read_last_events(folder)
+    for event in last_events[-1:]:
         events.last = event
     files = WorkdirReader(folder).read(metrics.read_last_rows(folder), events)
     if now is not None:
         files["now"] = now
+    files["memory_save"] = _last_memory_save(folder, last_events)
     return RunStatus(**files)
+
+
+def _last_memory_save(
+    folder: Path, events: Sequence[metrics.Row]
+) -> metrics.Row | None:
+    """Finds the event of the newest step in memory; None if there is none.
+
+    Args:
+      folder: the workdir.
+      events: its last events. Saves in memory are frequent, so one is among them.
+    """
+    began = None
+    with contextlib.suppress(OSError, untrusted.Malformed):
+        branch = untrusted.read_json(folder / run_format.MEMORY, dict)
+        began = number(branch.get("began"))
+    if began is None:
+        return None
+    found: metrics.Row | None = None
+    for event in events:
+        # a run that has gone back has begun another history since
+        if event["time"] < began or event.get("step") is None:
+            continue
+        if event["event"] == "memory_save" and event.get("ok") is True:
+            found = event
+        is_restore = event["event"] == "memory_restore"
+        if is_restore and (found is None or event["step"] != found["step"]):
+            found = event  # newer steps were bad, or their events were not written
+    return found
 
 
 def read_any_status(workdir: Path) -> RunStatus:
@@ -306,6 +354,8 @@ def as_text(document: Mapping[str, Any]) -> str:
     ]
     if document["next_save"]:
         lines.append(f"next save {_save_text(document['next_save'])}")
+    if document["memory_step"]:
+        lines.append(f"in memory {_memory_step_text(document['memory_step'])}")
     numbers = _numbers_text(document)
     if numbers:
         lines.append(f"now       {numbers}")
@@ -358,6 +408,13 @@ def _save_text(save: Mapping[str, Any]) -> str:
     if save["in_s"] is not None:
         texts.append(f"in {duration_text(save['in_s'])}")
     return ", ".join(texts)
+
+
+def _memory_step_text(step: Mapping[str, Any]) -> str:
+    text = f"step {step['step']:,}, {duration_text(step['age_s'])} old"
+    if step["resumed_at"] is not None:
+        text += f"; the run resumed from memory at step {step['resumed_at']:,}"
+    return text
 
 
 def _numbers_text(document: Mapping[str, Any]) -> str:
