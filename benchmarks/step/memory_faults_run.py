@@ -197,7 +197,8 @@ class Campaign:
     def branch(self) -> str:
         """The name of the run's present history."""
         with contextlib.suppress(OSError, ValueError):
-            return str(json.loads((self.workdir / "memory.json").read_text())["branch"])
+            document = json.loads((self.workdir / "memory.json").read_text())
+            return str(document.get("name") or document.get("branch"))
         return ""
 
     def scan(self, excluded: set[Path] | None = None) -> Files:

@@ -4,6 +4,7 @@ on other meshes.
 
 import functools
 import io
+import json
 import threading
 from collections import Counter
 from pathlib import Path
@@ -17,7 +18,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.checkpoint import (
+    folders,
     memory_file,
+    memory_list,
     memory_peers,
     memory_store,
     memory_tier,
@@ -617,3 +620,90 @@ def test_the_arithmetic_of_a_host(tmp_path, monkeypatch, free, in_memory, fault)
     found = memory_store.room_fault(store, 100, processes=2, files=3, staged=1)
     assert fault in found
     assert bool(fault) == bool(found)
+
+
+# --- the branch in the workdir --------------------------------------------------------
+
+BRANCH = memory_store.Branch(
+    run=RUN, name="b", folder="/dev/shm", sealed=8, began=1_000.0
+)
+
+
+def sealed_step(folder: Path, step: int) -> None:
+    path = folder / str(step)
+    (path / folders.STATE_ITEM).mkdir(parents=True)
+    for name in (folders.METADATA_FILE, folders.MANIFEST):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("steps", "quarantine", "is_set_back"),
+    [
+        ([4, 8], {}, False),
+        ([4, 8, 12], {}, False),  # sealed before a kill, and not yet written down
+        ([4], {}, True),
+        ([4], {8: False}, False),
+        ([4], {8: True}, True),  # undone earlier, then done again, then deleted
+        ([4], {4: False}, True),
+        ([], {}, False),  # the folder is lost
+    ],
+)
+def test_a_folder_is_set_back_if_its_newest_step_was_deleted(
+    tmp_path, steps, quarantine, is_set_back
+):
+    folder = tmp_path / "checkpoints"
+    for step, undone in quarantine.items():
+        sealed_step(folder, step)
+        folders.quarantine(folder, step, "a reason", undone=undone)
+    for step in steps:
+        sealed_step(folder, step)
+    assert BRANCH.is_set_back(folder) == is_set_back
+
+
+def test_a_torn_newest_step_is_not_a_folder_that_was_set_back(tmp_path):
+    sealed_step(tmp_path, 4)
+    (tmp_path / "8").mkdir()
+    assert folders.list_steps(tmp_path) == [4]
+    assert not BRANCH.is_set_back(tmp_path)
+
+
+def test_a_branch_is_read_as_it_was_written_and_nothing_else_is_one(tmp_path):
+    file = tmp_path / "memory.json"
+    assert memory_store.read_branch(file) is None
+    BRANCH.write(file)
+    assert memory_store.read_branch(file) == BRANCH
+    for change in (
+        {"sealed": -1},
+        {"began": "now"},
+        {"name": 3},
+        {"more": 1},
+        {"format": "jaxdist-0"},
+    ):
+        document = {**json.loads(file.read_text()), **change}
+        (tmp_path / "other.json").write_text(json.dumps(document))
+        assert memory_store.read_branch(tmp_path / "other.json") is None
+    (tmp_path / "other.json").write_text("{")
+    assert memory_store.read_branch(tmp_path / "other.json") is None
+
+
+def test_the_list_has_the_parts_of_this_host_and_names_a_missing_variable(tmp_path):
+    sealed_step(tmp_path / "checkpoints", 8)
+    file = tmp_path / "memory.json"
+    branch = BRANCH._replace(folder=str(tmp_path / "memory"))
+    branch.write(file)
+    store = MemoryStore(tmp_path / "memory", run=RUN, branch="b")
+    store.open()
+    for step, owner, name in ((9, 0, "b"), (10, 0, "b"), (10, 1, "b"), (11, 0, "left")):
+        store.branch = name
+        data = file_of(step=step, owner=owner, branch=name)
+        with store.receive(step, owner, len(data)) as copy:
+            copy.write(data)
+    rows = memory_list.rows(file, tmp_path / "checkpoints")
+    assert [(row["step"], row["parts"], row["complete"]) for row in rows] == [
+        (9, "1 of 2", False),
+        (10, "2 of 2", True),
+    ]
+    branch._replace(folder="$NO_SUCH_VARIABLE/x").write(file)
+    (row,) = memory_list.rows(file, tmp_path / "checkpoints")
+    assert "NO_SUCH_VARIABLE is not set" in row["fault"]
