@@ -201,11 +201,20 @@ class LoraKernel(nnx.Module):
                 self.block_info,
                 self.site,
                 self.input_dims,
-                # each device of `context` may have gathered the whole sequence
-                copies=x.shape[1] // self.block_length,
+                copies=self._copies(x),
             )
         (low,) = project(x, self.lora_a, contract=self.contract)
         return y + project_lightly(low * self.scaling, self.lora_b)
+
+    def _copies(self, x: jax.Array) -> int:
+        """Counts the copies of the sequence in x.
+
+        Each device of `context` may have gathered the whole sequence. Any other input
+        counts as one copy, as that of a kernel that reads a part of the sequence.
+        """
+        if x.shape[1] % self.block_length:
+            return 1
+        return x.shape[1] // self.block_length
 
     def merged(self) -> jax.Array:
         """Computes W + alpha / rank x A B in float32, laid out as W is stored."""
