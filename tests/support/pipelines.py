@@ -67,9 +67,9 @@ class Case(NamedTuple):
     def staging(self) -> Staging | None:
         period = len(self.model.layer_pattern)
         recompute = RematConfig("full", every=self.every)
-        cut = Staging(
-            self.config, self.model.num_layers, self.stages, period, recompute=recompute
-        )
+        # every stage has the first dense layers
+        depth = self.model.num_layers - self.model.first_dense_layers
+        cut = Staging(self.config, depth, self.stages, period, recompute=recompute)
         return cut if self.stages > 1 else None
 
 
