@@ -44,6 +44,7 @@ class MemorySaves(Callback):
     def __init__(self) -> None:
         self._tier: MemoryTier | None = None
         self._has_started = False
+        self._has_saved = False  # whether the run saved in memory before this start
         self._prepared: Future[None] | None = None
         self._interval: SaveInterval | None = None  # of memory_every_steps=0
         self._is_measured = False  # whether a save has told the interval its time
@@ -83,6 +84,7 @@ class MemorySaves(Callback):
             raise ConfigError(str(error)) from error
         if self._tier.peers is not None and not self._tier.peers.is_on_one_machine:
             run.note(CLEARTEXT_NOTE)
+        self._has_saved = bool(self._tier.store.branch)
         self._tier.look()
         run.store.memory = self._tier
         self.steps = config.memory_every_steps or FIRST_STEPS
@@ -119,6 +121,11 @@ class MemorySaves(Callback):
         if tier is None:
             return
         self._report_bad(tier)
+        abstract = state_dict.to_canonical(self._run.built.views.abstract)
+        if not self._has_started and not self._has_room(tier, abstract):
+            tier.close(delete=True, seconds=0)
+            self._tier = None
+            return
         if self._has_started or tier.restored is None:
             self._begin_branch(tier)
         else:
@@ -131,18 +138,35 @@ class MemorySaves(Callback):
                 f"({bytes_text(tier.restored_bytes)} read by this process)"
             )
         if not self._has_started:
-            abstract = state_dict.to_canonical(self._run.built.views.abstract)
-            config = self._run.config.checkpoint
-            # that of a save in memory, and that of a save to the folder beside it
-            staged = 2 if config.asynchronous else 1
-            fault = tier.require_room(
-                abstract, copies=1 + config.memory_peers, staged=staged
-            )
-            if fault:
-                raise ConfigError(fault)
             self._prepare(tier, abstract)
         self._has_started = True
         self._last = (self._run.progress.step, time.monotonic())
+
+    def _has_room(self, tier: MemoryTier, abstract: dict[str, Any]) -> bool:
+        """Checks that the memory of every host holds the steps.
+
+        A restart of a run that has saved in memory goes on without such saves, and
+        without its steps there: what fills the memory now must not end the run.
+
+        Raises:
+          ConfigError: it does not, and the run has not saved in memory before.
+        """
+        config = self._run.config.checkpoint
+        fault = tier.require_room(
+            abstract,
+            copies=1 + config.memory_peers,
+            # that of a save in memory, and that of a save to the folder beside it
+            staged=2 if config.asynchronous else 1,
+        )
+        if fault and not self._has_saved:
+            raise ConfigError(fault)
+        faults = [fault for fault in coordination.votes(fault) if fault]
+        if not faults:
+            return True
+        step = self._run.progress.step
+        self._run.event("memory_save", step, ok=False, error=faults[0])
+        self._run.note(f"no step is saved in memory until the next start: {faults[0]}")
+        return False
 
     def _begin_branch(self, tier: MemoryTier) -> None:
         try:

@@ -739,3 +739,23 @@ def test_a_home_and_variables_are_replaced_and_one_that_is_not_set_is_refused(
     assert memory_store.expand("~/x") == tmp_path / "x"
     with pytest.raises(ConfigError, match="NOWHERE is not set"):
         run(tmp_path / "run", Path("$NOWHERE/x"))
+
+
+def test_a_restart_that_finds_too_little_memory_trains_without_it(
+    tmp_path, monkeypatch, undisturbed, capsys
+):
+    """A first start is refused, see above."""
+    folder, memory = tmp_path / "run", tmp_path / "memory"
+    crash(folder, memory, after=7)
+    room = memory_store.Room(1000, "test")
+    monkeypatch.setattr(memory_store, "free_memory", lambda: room)
+    capsys.readouterr()
+    state = run(folder, memory)
+    assert "no step is saved in memory until the next start" in capsys.readouterr().out
+    (restored,) = events(folder, "restore")
+    assert restored["step"] == 6
+    (*_, save) = events(folder, "memory_save")
+    assert (save["step"], save["ok"]) == (6, False)
+    assert "1,000 are free" in save["error"]
+    assert not files_of(memory)
+    assert_equal(state, undisturbed)
