@@ -218,6 +218,8 @@ def _set_environment() -> None:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
     os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
+    # Programs without the lines of Python that made them: 6 % of all CPU time.
+    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 
 _PLATFORM_IS_OURS = "JAX_PLATFORMS" not in os.environ

@@ -284,6 +284,7 @@ PIPELINED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [{"mesh__fsdp": 2}, pytest.param(PIPELINED, marks=pytest.mark.slow)]
 )

@@ -57,6 +57,7 @@ def test_the_shipped_set_has_200_chats():
         )
 
 
+@pytest.mark.slow
 def test_the_config_is_followed_from_the_quickstart_to_an_answer(
     tmp_path, monkeypatch, capsys
 ):

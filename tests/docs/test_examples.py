@@ -193,6 +193,7 @@ PROVED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "only"), PROVED)
 def test_a_layout_is_proved(name, options, only):
     run = run_of(name, **options)

@@ -56,6 +56,7 @@ def test_the_page_has_all_rows():
     assert len(rows_of_page()) == ROWS
 
 
+@pytest.mark.slow
 def test_a_row_of_the_page_is_what_its_command_prints():
     assert_row(CHECKED)
 

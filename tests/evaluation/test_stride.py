@@ -87,7 +87,9 @@ def scores_fixture(alone):
     return scorer(alone)
 
 
-@pytest.mark.parametrize("packing", ["window", "documents"])
+@pytest.mark.parametrize(
+    "packing", [pytest.param("window", marks=pytest.mark.slow), "documents"]
+)
 def test_each_token_is_scored_after_its_own_window(
     here, alone, scores, documents, packing
 ):

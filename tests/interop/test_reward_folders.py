@@ -48,6 +48,7 @@ def fields_of(folder):
     return json.loads((folder / "config.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param("run", marks=pytest.mark.slow), "adapted"]
 )
@@ -96,6 +97,7 @@ def test_adapters_go_out_with_the_whole_score(folder, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_adapters_come_back_with_the_score(folder, tmp_path):
     run_convert(folder / "adapted", tmp_path / "peft", "huggingface", "--adapters")
     adapted = {"model.head": "score", "lora.rank": 2, "train.steps": 1}

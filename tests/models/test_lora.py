@@ -537,6 +537,7 @@ def compare(way, reference):
     assert worst(found, trained) < 1e-6
 
 
+@pytest.mark.slow
 def test_in_bfloat16_losses_fall():
     how = StepConfig(compute="bfloat16", remat="full")
     built = step_with(replace(LORA, base="nf4"), ONE, how, optimizer=OPTIMIZER)

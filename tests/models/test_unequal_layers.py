@@ -71,6 +71,7 @@ def unrolled(model: Transformer, batch, key):
     return loss.sum + sum(total.values()), loads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["both", pytest.param("pattern", marks=pytest.mark.slow)]
 )

@@ -194,10 +194,8 @@ def on_one_device():
 @pytest.mark.parametrize(
     "name",
     [
-        # the other layouts by default: those of pairs, which share the executors
-        name
-        if name in ("once", "tensor")
-        else pytest.param(name, marks=pytest.mark.slow)
+        # the other layouts by default: those of other objectives
+        name if name == "tensor" else pytest.param(name, marks=pytest.mark.slow)
         for name in LAYOUTS
     ],
 )
@@ -278,6 +276,7 @@ def needs_tokenizers():
     pytest.importorskip("tokenizers", reason="extra `text` is not installed")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("needs_tokenizers")
 def test_a_run_learns_from_a_larger_teacher_and_resumes_without_it(tmp_path):
     teacher = tmp_path / "teacher"

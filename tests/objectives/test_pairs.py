@@ -267,10 +267,8 @@ def _with_all():
 @pytest.mark.parametrize(
     "name",
     [
-        # a pipeline accumulates, too
-        name
-        if name in ("pipeline", "context")
-        else pytest.param(name, marks=pytest.mark.slow)
+        # a pipeline by default: tests/protocols/test_objective.py
+        name if name == "context" else pytest.param(name, marks=pytest.mark.slow)
         for name in LAYOUTS
     ],
 )

@@ -121,9 +121,7 @@ def on_one_device():
 @pytest.mark.parametrize(
     "name",
     [
-        name
-        if name in ("once", "pipeline, edges last")
-        else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "once" else pytest.param(name, marks=pytest.mark.slow)
         for name in LAYOUTS
     ],
 )
@@ -141,6 +139,7 @@ def test_every_layout_has_the_loss_of_one_device(name):
     np.testing.assert_allclose(found.evaluated[:2], wanted.evaluated[:2], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_experts_count_all_tokens_of_the_answers():
     config = replace(SCORES, num_experts=4, experts_per_token=2, balance="batch")
     batch = two_pairs_in_a_row()
@@ -153,6 +152,7 @@ def test_experts_count_all_tokens_of_the_answers():
 # --- adapters -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_score_is_trained_in_full_beside_adapters():
     build = lora.adapted(
         lambda rngs: Transformer(TIED, rngs=rngs), lora.LoraConfig(rank=2)

@@ -930,6 +930,7 @@ def test_a_run_goes_on_bit_for_bit_from_its_copies(tmp_path, capsys, url):
     assert workdir_files.own_identity(workdir) == identity
 
 
+@pytest.mark.slow
 def test_a_start_from_copies_keeps_where_the_decay_began(tmp_path, url, monkeypatch):
     changes = {
         "optimizer.schedule": "wsd",
@@ -966,6 +967,7 @@ def killed_in_its_first_copy(monkeypatch, workdir, url, puts: int, **changes) ->
     shutil.rmtree(workdir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("puts", [1, 3])
 def test_the_same_command_takes_its_half_made_store_again(
     tmp_path, url, monkeypatch, puts

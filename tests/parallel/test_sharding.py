@@ -327,6 +327,7 @@ def ruled(which, layout=Layout(4, data=2, tensor=2)):  # noqa: B008 (immutable)
     return spec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "which",
     ["all", *(pytest.param(one, marks=pytest.mark.slow) for one in RENAMED)],

@@ -226,6 +226,7 @@ def test_long_sequences_that_are_fewer_than_devices_are_shared_out():
     assert "context" in one.text
 
 
+@pytest.mark.slow
 def test_short_sequences_of_a_large_batch_are_not():
     one = fastest("")
     assert one.shape.sizes["context"] == 1

@@ -130,6 +130,7 @@ def test_every_layout_is_legal_and_keeps_the_batch(llama):
     )
 
 
+@pytest.mark.slow
 def test_overrides_make_the_layout(llama):
     run, _target, _, _, found = llama
     for one in found[:: len(found) // 12]:

@@ -408,6 +408,7 @@ def test_losses_of_routers_weigh_as_in_the_default_where_targets_are_counted(pla
     assert worst(found.gradients, default.gradients) < 1e-4
 
 
+@pytest.mark.slow
 def test_losses_of_routers_weigh_as_in_the_default_where_pairs_are_counted():
     batch = batch_of_pairs()
     default = routed_default()

@@ -81,6 +81,7 @@ def test_a_stage_holds_one_tree_of_gradients(accumulation):
     assert half < temp < 2.5 * half
 
 
+@pytest.mark.slow
 def test_gradients_of_bfloat16_parameters_are_summed_in_float32():
     """jax could add them in place in bfloat16 only."""
     batch = batch_of(WIDE, 8, LENGTH)

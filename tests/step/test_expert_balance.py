@@ -193,6 +193,7 @@ _BATCH_FIRST = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("balance", _BATCH_FIRST[:2])
 def test_the_balance_has_a_gradient_of_its_weight(balance):
     """A part of the batch that divided its terms by a count of its own would make it

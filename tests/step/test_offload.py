@@ -157,6 +157,7 @@ def test_parameters_on_the_host_are_those_of_the_device_bit_for_bit(layout, conf
     assert not all(waits)  # vectors stay on the device
 
 
+@pytest.mark.slow
 def test_a_bfloat16_copy_of_parameters_rounds_gradients_and_nothing_else():
     """Losses are equal at the first step. The gradient of a kernel is rounded once."""
     rows = [

@@ -109,7 +109,9 @@ def test_what_is_dropped_follows_the_step():
     assert abs(losses[2] - losses[0]) > 1e-4
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor"])
+@pytest.mark.parametrize(
+    "name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)]
+)
 def test_optimizers_that_see_whole_matrices_work_on_shards(name):
     # adafactor factors dims from 128 on
     model = replace(TINY, num_layers=1, d_model=128, d_ff=160)

@@ -80,6 +80,7 @@ def test_the_checkpoint_where_a_cool_down_begins_is_kept(name):
     assert milestones == kept
 
 
+@pytest.mark.slow
 def test_wsd_goes_back_to_where_its_decay_began(tmp_path, capfd):
     run, killed = tmp_path / "run", tmp_path / "killed"
     wsd = {"optimizer__schedule": "wsd", "optimizer__decay_fraction": 0.5}

@@ -418,6 +418,7 @@ def test_adapters_on_a_base_run_and_on_adapters(base, text, tmp_path):
     assert "lora.rank=4" in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_quantised_base_is_made_of_a_base_run(base, text, tmp_path):
     pytest.importorskip("qwix", reason="extra lora")
     on = parsed(

@@ -592,6 +592,7 @@ def test_programs_are_let_go_after_their_row(monkeypatch):
     assert held[-1] == 2
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_of_one_layout_is_found_out(monkeypatch):
     """A sum over tensor shards that is left out, planted in the head's place."""
     original = compose.Composition.build_step

@@ -153,13 +153,18 @@ FEW = {
         accumulation=2,
         model=replace(MODEL, **TIED),
     ),
-    "last edges, tied, dropout": Case(
-        2, 4, fsdp=2, tensor=2, edges="last", model=replace(MODEL, dropout=0.1, **TIED)
-    ),
 }
 
 MANY = (
     {
+        "last edges, tied, dropout": Case(
+            2,
+            4,
+            fsdp=2,
+            tensor=2,
+            edges="last",
+            model=replace(MODEL, dropout=0.1, **TIED),
+        ),
         "uneven groups of layers": Case(2, 4, fsdp=2, every=2, model=LOCAL),
     }
     | {
