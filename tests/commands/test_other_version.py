@@ -208,6 +208,7 @@ def test_one_of_the_two_files_is_enough(folder, name, capsys):
     assert contents(folder.parent) == before
 
 
+@pytest.mark.slow
 def test_a_step_of_another_version_among_ours_is_left(ours, tmp_path, capsys, version):
     folder = shutil.copytree(ours / "run", tmp_path / "run")
     rewrite(

@@ -132,6 +132,7 @@ def test_the_config_is_followed_from_the_quickstart_to_an_answer(
     assert "generation does not stop there" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_chat_goes_out_as_transformers_wants_it(tmp_path, monkeypatch):
     """The export has the chat template, and the ids that end a turn."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])

@@ -135,6 +135,7 @@ def campaign(readers: Readers, inputs: list[tuple[str, int]]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_malformed_file_gives_a_value_or_an_error_of_ours(readers):
     draw = Random(SEED)
     inputs = []

@@ -280,6 +280,7 @@ def gathered_by(layout: Layout) -> tuple[int, set[str]]:
     return once, {kind for name, kind, *_ in moved if name in looped}
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_once_before_the_first_token_where_there_is_room(
     monkeypatch,
 ):

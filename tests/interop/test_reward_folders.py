@@ -138,6 +138,7 @@ def test_a_score_in_full_that_does_not_fit_is_refused(
     assert message in fault
 
 
+@pytest.mark.slow
 def test_padding_is_chosen_that_ends_no_text(folder, tmp_path):
     model = classifier(tmp_path / "model", SCORE, pad_token_id=None)
     values = values_of(model, tmp_path, **{"train.steps": 1})

@@ -680,6 +680,7 @@ def test_a_run_resumes_bit_for_bit(text, parts, tmp_path):
     assert bitwise_equal(again.state.frozen, run.state.frozen)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_and_goes_out_merged_and_as_peft(
     text, parts, tmp_path, monkeypatch
 ):

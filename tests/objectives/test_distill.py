@@ -335,6 +335,7 @@ def test_a_run_is_the_teacher_of_itself_and_of_a_smaller_one(tmp_path):
     np.testing.assert_allclose(found[4], found[1], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("needs_tokenizers")
 def test_a_run_of_the_library_reads_the_options_of_its_teacher(tmp_path):
     teacher = tmp_path / "teacher"

@@ -268,7 +268,7 @@ def _with_all():
     "name",
     [
         # a pipeline by default: tests/protocols/test_objective.py
-        name if name == "context" else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "once" else pytest.param(name, marks=pytest.mark.slow)
         for name in LAYOUTS
     ],
 )

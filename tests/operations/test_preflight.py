@@ -342,6 +342,7 @@ for text in ("v5p:2x2x1", "v5p:2x2x1x2"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("libtpu") is None,
     reason="ahead-of-time TPU compiles need libtpu: jaxdist[aot]",
@@ -378,6 +379,7 @@ sys.exit(preflight.main())
 """
 
 
+@pytest.mark.slow
 def test_two_processes_measure_inside_and_between_and_whose_clock_is_ahead(
     monkeypatch, capfd
 ):

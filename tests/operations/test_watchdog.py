@@ -586,6 +586,7 @@ def test_the_watch_begins_before_devices_are_found(tmp_path):
     assert done.returncode == 42
 
 
+@pytest.mark.slow
 def test_the_watch_leaves_no_folder_where_the_config_is_refused(tmp_path):
     (tmp_path / "run.hung").touch()
     done = early(tmp_path / "run", *AGENT, batch__global_size=7)
@@ -676,6 +677,7 @@ if os.environ["JAXDIST_PROCESS_ID"] == "1":
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_never_joins_is_found_and_so_is_the_one_that_waits(tmp_path):
     """The watchdog watches from the first line of the command, before there is a group."""
     _, _, _, *flags = command(tmp_path / "run", watchdog__start_s=3.5)

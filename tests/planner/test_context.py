@@ -216,6 +216,7 @@ def fastest(
     return min(found, key=lambda one: one.estimate.step_s)
 
 
+@pytest.mark.slow
 def test_long_sequences_that_are_fewer_than_devices_are_shared_out():
     one = fastest("batch.sequence_length=131072 batch.global_size=4")
     assert one.shape.sizes["context"] >= 8

@@ -159,6 +159,7 @@ def test_the_loss_of_pairs_is_that_of_a_plain_program():
     assert abs(float(wanted) - np.log(2)) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     # untied: with routers' losses, below
     "tied",

@@ -29,6 +29,7 @@ MODEL = TransformerConfig(
 )
 
 
+@pytest.mark.slow
 def test_a_step_on_a_cpu_does_the_work_of_the_active_experts(monkeypatch):
     built, batch = (
         build(Case(stages=1, model=MODEL), remat="dots"),

@@ -235,6 +235,7 @@ def test_the_partitioner_never_copies_whole_arrays_for_want_of_a_plan(uncached):
     assert "nvoluntary full rematerialization" not in ours, ours[:3000]
 
 
+@pytest.mark.slow
 def test_bfloat16_kernels_are_gathered_as_such_and_gradients_summed_in_float32(
     uncached,
 ):

@@ -132,6 +132,7 @@ def test_host_equals_device_bit_for_bit(layout, config, optimizer):
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "config"),
     [

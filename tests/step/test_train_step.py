@@ -109,6 +109,7 @@ def test_what_is_dropped_follows_the_step():
     assert abs(losses[2] - losses[0]) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)]
 )

@@ -148,6 +148,7 @@ def test_every_method_of_a_callback_is_tried():
     assert tried == methods
 
 
+@pytest.mark.slow
 def test_an_error_of_one_process_in_a_step_ends_both_and_what_is_saved_is_whole(half):
     """The tests below resume what this run has left."""
     workdir, ended = half

@@ -88,6 +88,7 @@ def count_batches(monkeypatch, *, fail_at=None):
     return seen
 
 
+@pytest.mark.slow
 def test_an_interrupted_pass_continues_with_equal_bits(pairs, tmp_path, monkeypatch):
     whole = train(config_of(pairs, data__cache_dir=str(tmp_path / "a")), tmp_path / "1")
     assert whole.values.shape == (2 * NUM_PAIRS,)

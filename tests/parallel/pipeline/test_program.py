@@ -136,6 +136,7 @@ def test_memory_grows_with_microbatches_in_gpipe_alone():
     assert many - few < 0.2 * (temp_bytes("gpipe", 32) - many)
 
 
+@pytest.mark.slow
 def test_a_stage_that_keeps_its_input_alone_computes_its_layers_once_more():
     found = counted(traced(Case(4, 8, remat="none")).lower())
     limit = 1.02 * 11 / 8
