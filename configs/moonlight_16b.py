@@ -16,6 +16,7 @@ def get_config(size=None):
     config.train.steps = 340_000  # 5.7 T tokens
     config.batch.global_size = 2048
     config.batch.sequence_length = 8192
+    config.batch.accumulation = 32  # one sequence at a time on 64 devices
     # 8 bytes a parameter, shared by all devices
     config.mesh.data, config.mesh.fsdp = 1, -1
     config.precision.compute = "bfloat16"
