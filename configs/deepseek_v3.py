@@ -16,7 +16,7 @@ def get_config(size=None):
     config.train.steps = 235_000  # 14.8 T tokens
     config.batch.global_size = 15_360
     config.batch.sequence_length = 4096
-    config.batch.accumulation = 60  # one sequence at a time on 256 devices
+    config.batch.accumulation = 30  # one sequence at a time on 512 devices
     # 12 bytes a parameter, shared by all devices
     config.mesh.data, config.mesh.fsdp = 1, -1
     config.precision.compute = "bfloat16"
