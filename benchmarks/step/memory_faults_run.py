@@ -196,9 +196,9 @@ class Campaign:
     @property
     def branch(self) -> str:
         """The name of the run's present history."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, KeyError):
             document = json.loads((self.workdir / "memory.json").read_text())
-            return str(document.get("name") or document.get("branch"))
+            return str(document["name"])
         return ""
 
     def scan(self, excluded: set[Path] | None = None) -> Files:

@@ -124,6 +124,7 @@ class MemorySaves(Callback):
         abstract = state_dict.to_canonical(self._run.built.views.abstract)
         if not self._has_started and not self._has_room(tier, abstract):
             tier.close(delete=True, seconds=0)
+            self._run.store.memory = None  # a rollback finds nothing there
             self._tier = None
             return
         if self._has_started or tier.restored is None:

@@ -267,8 +267,8 @@ def _with_all():
 @pytest.mark.parametrize(
     "name",
     [
-        # a pipeline by default: tests/protocols/test_objective.py
-        name if name == "once" else pytest.param(name, marks=pytest.mark.slow)
+        # a pipeline by default: tests/protocols/test_objective.py, once: test_reward.py
+        name if name == "context" else pytest.param(name, marks=pytest.mark.slow)
         for name in LAYOUTS
     ],
 )

@@ -121,6 +121,7 @@ def on_one_device():
 @pytest.mark.parametrize(
     "name",
     [
+        # by default: context in test_pairs.py, pipelines in tests/protocols
         name if name == "once" else pytest.param(name, marks=pytest.mark.slow)
         for name in LAYOUTS
     ],
