@@ -26,8 +26,23 @@ from jaxdist.config import ConfigError, trees
 from jaxdist.config.patterns import is_found
 from jaxdist.config.schema import faults
 from jaxdist.optim.config import OptimizerConfig
-from jaxdist.optim.roles import Role, decay_mask, roles
+from jaxdist.optim.roles import Role, decay_mask, roles, with_names
 from jaxdist.optim.schedules import Schedule
+
+# Applies a function to each matrix of a stack with a role. The function keeps the shape.
+MapMatrices = Callable[[Callable[[jax.Array], jax.Array], jax.Array, Role], jax.Array]
+
+
+def all_at_once(
+    function: Callable[[jax.Array], jax.Array], stack: jax.Array, role: Role
+) -> jax.Array:
+    """Applies a function to all matrices of a stack at once."""
+    for _ in range(stack.ndim - role.dims):
+        function = jax.vmap(function)
+    return function(stack)
+
+
+_ITERATIONS = 5  # of Newton-Schulz, in Muon
 
 # optimizers that update each element independently of all others
 ELEMENTWISE = ("adamw", "lion", "sgd")
@@ -38,6 +53,8 @@ def build_optimizer(
     schedule: Schedule,
     abstract_params: optax.Params,
     logical_names: optax.Params,
+    step_names: optax.Params | None = None,
+    map_matrices: MapMatrices = all_at_once,
 ) -> optax.GradientTransformation:
     """Builds the gradient transformation; its `update` needs the parameters.
 
@@ -52,6 +69,9 @@ def build_optimizer(
       abstract_params: nested dict of arrays or ShapeDtypeStructs; only paths and shapes
         are read.
       logical_names: nested dict of tuples, the names of the trailing dims.
+      step_names: the names as the step holds the parameters, which may be in the stages
+        of a pipeline. Default: `logical_names`.
+      map_matrices: divides the matrices of stacks among devices, for Muon.
 
     Raises:
       ConfigError: a value of `config` is out of range, or a group has no parameter.
@@ -67,11 +87,15 @@ def build_optimizer(
     unmatched = group_faults(config, trees.flatten_names(param_roles))
     if unmatched:
         raise ConfigError(unmatched)
-    return optimizer_of(config, schedule, param_roles)
+    param_roles = with_names(param_roles, step_names or logical_names)
+    return optimizer_of(config, schedule, param_roles, map_matrices)
 
 
 def optimizer_of(
-    config: OptimizerConfig, schedule: Schedule, param_roles: optax.Params
+    config: OptimizerConfig,
+    schedule: Schedule,
+    param_roles: optax.Params,
+    map_matrices: MapMatrices = all_at_once,
 ) -> optax.GradientTransformation:
     """Builds the gradient transformation of parameters with these roles.
 
@@ -79,8 +103,9 @@ def optimizer_of(
       config: checked options, see `build_optimizer`.
       schedule: of the learning rate.
       param_roles: nested dict of roles, of all parameters of a model or of some.
+      map_matrices: divides the matrices of stacks among devices, for Muon.
     """
-    parts = [_DIRECTIONS[config.name](config, param_roles)]
+    parts = [_DIRECTIONS[config.name](config, param_roles, map_matrices)]
     mask = decay_mask(config, param_roles)
     if config.groups:
         parts.append(_by_group(config, mask))
@@ -95,17 +120,17 @@ def optimizer_of(
     return _in_float32(optax.chain(*parts))
 
 
-def _adam(config: OptimizerConfig, _: optax.Params) -> optax.GradientTransformation:
+def _adam(config: OptimizerConfig, *_: Any) -> optax.GradientTransformation:
     return optax.scale_by_adam(
         config.b1, config.b2, config.eps, mu_dtype=config.momentum_dtype
     )
 
 
-def _lion(config: OptimizerConfig, _: optax.Params) -> optax.GradientTransformation:
+def _lion(config: OptimizerConfig, *_: Any) -> optax.GradientTransformation:
     return optax.scale_by_lion(config.b1, config.b2, mu_dtype=config.momentum_dtype)
 
 
-def _sgd(config: OptimizerConfig, _: optax.Params) -> optax.GradientTransformation:
+def _sgd(config: OptimizerConfig, *_: Any) -> optax.GradientTransformation:
     if config.momentum == 0:
         return optax.identity()
     return optax.trace(
@@ -114,7 +139,7 @@ def _sgd(config: OptimizerConfig, _: optax.Params) -> optax.GradientTransformati
 
 
 def _adafactor(
-    _: OptimizerConfig, param_roles: optax.Params
+    config: OptimizerConfig, param_roles: optax.Params, *_: Any
 ) -> optax.GradientTransformation:
     """Adafactor without momentum.
 
@@ -208,23 +233,18 @@ def _factored(param_roles: optax.Params) -> optax.GradientTransformation:
 
 
 def _muon(
-    config: OptimizerConfig, param_roles: optax.Params
+    config: OptimizerConfig, param_roles: optax.Params, map_matrices: MapMatrices
 ) -> optax.GradientTransformation:
-    """Muon for matrices and Adam for other parameters, from parts of optax.contrib.
+    """Muon for matrices and Adam for other parameters.
 
     `optax.contrib.muon` is not used, because its Adam has Nesterov momentum and no mask
-    of weight decay. Each layer's matrix is orthogonalised separately: singular values
-    are about 0.7 to 1.2 after five Newton-Schulz steps. Then it is scaled by
-    sqrt(max(1, outputs / inputs)), the convention of Keller Jordan
-    (https://kellerjordan.github.io/posts/muon). With `muon_update_rms` = r the factor is
-    r * sqrt(max(outputs, inputs)), so that the RMS of elements is about r, as in AdamW
-    (https://arxiv.org/abs/2502.16982). GSPMD handles sharded matrices.
+    of weight decay, and because it would gather sharded matrices on every device. Each
+    layer's matrix is orthogonalised separately: singular values are about 0.7 to 1.2
+    after five Newton-Schulz steps. Then it is scaled by sqrt(max(1, outputs / inputs)),
+    the convention of Keller Jordan (https://kellerjordan.github.io/posts/muon). With
+    `muon_update_rms` = r the factor is r * sqrt(max(outputs, inputs)), so that the RMS
+    of elements is about r, as in AdamW (https://arxiv.org/abs/2502.16982).
     """
-
-    def dimensions(role: Role) -> contrib.MuonDimensionNumbers | optax.MaskedNode:
-        if role.kind == "matrix":
-            return contrib.MuonDimensionNumbers(role.reduction, role.output)
-        return optax.MaskedNode()  # `partition` puts it in place of Adam's parameters
 
     def scale(role: Role, update: jax.Array) -> jax.Array:
         if role.kind != "matrix":
@@ -236,53 +256,72 @@ def _muon(
             return update * math.sqrt(rms**2 * max(inputs, outputs))
         return update * math.sqrt(max(1, outputs / inputs))
 
-    orthogonal = contrib.scale_by_muon(
-        beta=config.momentum,
-        eps=config.eps,
-        mu_dtype=config.momentum_dtype,
-        weight_dimension_numbers=jax.tree.map(dimensions, param_roles),
-    )
     labels = jax.tree.map(
         lambda role: "muon" if role.kind == "matrix" else "adam", param_roles
     )
-    orthogonal = _expert_by_expert(orthogonal, param_roles)
+    orthogonal = _orthogonal_momentum(config, param_roles, map_matrices)
     return optax.chain(
-        optax.partition(
-            {"muon": orthogonal, "adam": _adam(config, param_roles)}, labels
-        ),
+        optax.partition({"muon": orthogonal, "adam": _adam(config)}, labels),
         optax.stateless(lambda updates, _: jax.tree.map(scale, param_roles, updates)),
     )
 
 
-def _expert_by_expert(
-    orthogonal: optax.GradientTransformation, param_roles: optax.Params
+def _orthogonal_momentum(
+    config: OptimizerConfig, param_roles: optax.Params, map_matrices: MapMatrices
 ) -> optax.GradientTransformation:
-    """Maps `scale_by_muon` over the experts of each kernel.
+    """Orthogonalises the Nesterov momentum of matrices.
 
-    Without this it would merge all stack dims of a kernel into one. Every device would
-    gather all experts for that.
+    It equals `optax.contrib.scale_by_muon`, and has its state. That transform merges the
+    stack dims of a kernel into one, so every device would gather all experts.
     """
+    decay = config.momentum
+    optax_muon = functools.partial(contrib.scale_by_muon, eps=config.eps)
+    # Without momentum, it orthogonalises what it gets.
+    newton_schulz = optax_muon(beta=0.0, nesterov=False)
 
-    def axis(role: Role) -> int | optax.MaskedNode | None:
-        return role.experts if role.kind == "matrix" else optax.MaskedNode()
-
-    axes = jax.tree.map(axis, param_roles)
-    if not jax.tree.leaves(axes):
-        return orthogonal
+    def orthogonalize(role: Role, param: jax.Array) -> jax.Array:
+        """Orthogonalises one matrix, [*dims of inputs, *dims of outputs]."""
+        inputs = math.prod(param.shape[axis] for axis in role.reduction)
+        matrix = param.reshape(inputs, -1)
+        state = newton_schulz.init(matrix)
+        # With coefficients for each iteration, optax loops over them. Unrolled ones
+        # take a TPU's compiler several times as long.
+        each = jnp.tile(state.ns_coeffs, (_ITERATIONS, 1))
+        state = state._replace(ns_coeffs=each)
+        orthogonal: Any = newton_schulz.update(matrix, state)[0]
+        return orthogonal.reshape(param.shape)
 
     def update(
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None = None,
     ) -> tuple[optax.Updates, optax.OptState]:
-        state_axes = contrib.MuonState(count=None, mu=axes, ns_coeffs=None)
-        by_expert = jax.vmap(
-            orthogonal.update, in_axes=(axes, state_axes), out_axes=(axes, state_axes)
+        assert isinstance(state, contrib.MuonState)
+        count = optax.safe_increment(state.count)
+        momentum = optax.tree.update_moment(updates, state.mu, decay, 1)
+        next_momentum = optax.tree.bias_correction(
+            momentum, decay, optax.safe_increment(count)
         )
-        scaled, new_state = by_expert(updates, state)
-        return scaled, new_state
+        gradients = optax.tree.bias_correction(updates, decay, count)
+        nesterov = jax.tree.map(
+            lambda m, g: decay * m + (1 - decay) * g, next_momentum, gradients
+        )
+        orthogonal = jax.tree.map(
+            lambda x, role: map_matrices(
+                functools.partial(orthogonalize, role), x, role
+            ),
+            nesterov,
+            matrices,
+        )
+        kept = optax.tree.cast(momentum, config.momentum_dtype)
+        return orthogonal, contrib.MuonState(count, kept, state.ns_coeffs)
 
-    return optax.GradientTransformation(orthogonal.init, update)
+    # `partition` puts a masked node in place of Adam's parameters.
+    matrices = jax.tree.map(
+        lambda role: role if role.kind == "matrix" else optax.MaskedNode(), param_roles
+    )
+    init = optax_muon(beta=decay, mu_dtype=config.momentum_dtype).init
+    return optax.GradientTransformation(init, update)
 
 
 def _by_group(
@@ -337,9 +376,7 @@ def _group_of(config: OptimizerConfig, path: str) -> int | None:
     return None
 
 
-_DIRECTIONS: dict[
-    str, Callable[[OptimizerConfig, optax.Params], optax.GradientTransformation]
-] = {
+_DIRECTIONS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": _adam,
     "lion": _lion,
     "adafactor": _adafactor,

@@ -31,6 +31,8 @@ class Role:
     reduction: tuple[int, ...] = ()  # matrix: axes of the inputs, which are summed over
     output: tuple[int, ...] = ()  # matrix: axes of the outputs
     experts: int | None = None  # the stack axis of experts, which devices may split
+    # logical names of the dims, with the stack dims of a pipeline; () = none are known
+    names: Names = ()
 
 
 def role_of(path: Sequence[str], shape: Sequence[int], names: Names | None) -> Role:
@@ -101,6 +103,13 @@ def roles(abstract_params: optax.Params, logical_names: optax.Params) -> optax.P
         return role_of([str(key.key) for key in path], leaf.shape, names)
 
     return jax.tree_util.tree_map_with_path(role, abstract_params, logical_names)
+
+
+def with_names(param_roles: optax.Params, names: optax.Params) -> optax.Params:
+    """Adds the logical names that parameters have in a step to their roles."""
+    return jax.tree.map(
+        lambda role, dims: replace(role, names=tuple(dims or ())), param_roles, names
+    )
 
 
 def decay_mask(config: OptimizerConfig, param_roles: optax.Params) -> optax.Params:

@@ -8,6 +8,7 @@ parameters keep their dtype.
 import contextlib
 import contextvars
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ from jaxdist.parallel.formats.format import Recipe
 from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
 from jaxdist.parallel.sharding import Rules, as_entry, axes_in
 from jaxdist.protocols.dim_names import FSDP_NAME, Names
+
+# most numbers of the matrices that a turn of `map_parts` has on a device
+_NUMBERS_AT_ONCE = 1 << 23
 
 ONE_DEVICE = Rules(resolve_mesh(MeshConfig(), 1))
 
@@ -122,6 +126,78 @@ class Execution:
         if self.mesh is None:
             return x
         return self.constrain(x, use(self.rules, names, x.shape))
+
+    def map_matrices(
+        self,
+        function: Callable[[jax.Array], jax.Array],
+        stack: jax.Array,
+        names: Names,
+        *,
+        matrix_dims: int,
+    ) -> jax.Array:
+        """Applies a function to each matrix of a stack, divided among the devices.
+
+        Without it, each device would compute with all matrices, or with a part of each.
+
+        Args:
+          function: from a matrix [*matrix dims] to one of this shape; zeros to zeros.
+          stack: [*stack dims, *matrix dims], in the sharding of the optimizer's state.
+          names: logical names of the stack's dims; leading ones may be missing.
+          matrix_dims: number of dims of one matrix.
+
+        Returns:
+          The results, in the sharding of the optimizer's state.
+        """
+        if self.mesh is None:
+            parts = (1,) * (stack.ndim - matrix_dims)
+            return map_parts(function, stack, parts)
+        spec = self.rules.whole_matrices(names, stack.shape, matrix_dims)
+        parts = self.rules.parts(P(*spec[:-matrix_dims]))
+        rest = [(0, -dim % part) for dim, part in zip(stack.shape, parts, strict=False)]
+        rest += [(0, 0)] * matrix_dims
+        # Otherwise XLA might move what the stack is computed from.
+        stack = self.lay_out(stack, Rules.state, names)
+        padded = self.constrain(jnp.pad(stack, rest), spec)
+        result = self.constrain(map_parts(function, padded, parts), spec)
+        # It goes back before it is cut, since only dims that count matrices were padded.
+        result = self.lay_out(result, Rules.state, names)
+        return jax.lax.slice(result, [0] * stack.ndim, stack.shape)
+
+
+def map_parts(
+    function: Callable[[jax.Array], jax.Array], stack: jax.Array, parts: Sequence[int]
+) -> jax.Array:
+    """Maps a function over the matrices of a stack whose dims are split in parts.
+
+    A loop goes over the matrices of each part. All at once would need memory for all,
+    and a TPU's compiler takes minutes for a product of many large matrices.
+
+    Args:
+      function: from a matrix to one of the same shape.
+      stack: [*stack dims, *matrix dims].
+      parts: number of equal parts of each stack dim, one for a device.
+    """
+    dims = len(parts)
+    matrix = stack.shape[dims:]
+    held = [dim // part for dim, part in zip(stack.shape, parts, strict=False)]
+    split = [size for pair in zip(parts, held, strict=True) for size in pair]
+    # [part, held, part, held, ..., *matrix] -> [held, held, ..., part, part, ..., *matrix]
+    order = [*range(1, 2 * dims, 2), *range(0, 2 * dims, 2)]
+    order += range(2 * dims, 2 * dims + len(matrix))
+    by_turn = stack.reshape(*split, *matrix).transpose(order)
+    by_turn = by_turn.reshape(-1, *parts, *matrix)
+    for _ in range(dims):
+        function = jax.vmap(function)
+    turns = len(by_turn)
+    together = max(1, min(turns, _NUMBERS_AT_ONCE // math.prod(matrix)))
+    while turns % together:
+        together -= 1
+    by_turn = by_turn.reshape(turns // together, together, *parts, *matrix)
+    mapped: jax.Array = jax.lax.map(jax.vmap(function), by_turn)
+    mapped = mapped.reshape(*held, *parts, *matrix)
+    return mapped.transpose([order.index(dim) for dim in range(len(order))]).reshape(
+        stack.shape
+    )
 
 
 _current = contextvars.ContextVar("execution", default=Execution())  # noqa: B039 (frozen)

@@ -22,7 +22,13 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ConfigError, suggest
-from jaxdist.parallel.axes import BATCH_AXES, PARAMETER_SHARDS, SEQUENCE_AXES, STEP_AXES
+from jaxdist.parallel.axes import (
+    AXES,
+    BATCH_AXES,
+    PARAMETER_SHARDS,
+    SEQUENCE_AXES,
+    STEP_AXES,
+)
 from jaxdist.parallel.context import AttentionForm
 from jaxdist.parallel.mesh import MeshConfig, MeshShape
 from jaxdist.protocols.dim_names import (
@@ -86,6 +92,55 @@ class Rules:
         """Computes the spec of a parameter's optimizer state and moving average."""
         return self._parameter(names, dims, fsdp=self.zero >= 1)
 
+    def whole_matrices(self, names: Names, dims: Sequence[int], matrix_dims: int) -> P:
+        """Computes the spec of a stack whose matrices are divided among the devices.
+
+        An axis across slices divides nothing: its devices compute the same. An axis may
+        split a dim that no other splits, although it does not divide it.
+
+        Args:
+          names: logical names.
+          dims: of the stack, with the dims of a matrix last.
+          matrix_dims: number of dims of one matrix.
+        """
+        stack_dims = len(dims) - matrix_dims
+        names = _with_stack_names(names, dims)
+        entries = [
+            axes_in(self._entry(self._axes_of(name), dim))
+            for name, dim in zip(names[:stack_dims], dims[:stack_dims], strict=True)
+        ]
+        # XLA pads a dim well as long as no axis splits it.
+        may_grow = [not entry for entry in entries]
+        taken = {axis for entry in entries for axis in entry}
+        within_slice = [a for a in self._in_use(AXES) if self.shape.dcn[a] == 1]
+        is_split = True
+        for axis in within_slice:
+            if axis in taken:
+                continue
+            size = self.shape.sizes[axis]
+            # matrices along each dim that a device has so far
+            held = [
+                -(-dim // self._size(entry))
+                for dim, entry in zip(dims, entries, strict=False)
+            ]
+            even = [dim for dim, count in enumerate(held) if count % size == 0]
+            uneven = [
+                dim for dim, count in enumerate(held) if count > 1 and may_grow[dim]
+            ]
+            candidates = even or uneven
+            if not candidates:
+                is_split = False
+                continue
+            dim = max(candidates, key=held.__getitem__)
+            entries[dim] = (*entries[dim], axis)
+        # Axes that are left may split the matrices, as XLA chooses.
+        matrix = None if is_split else P.UNCONSTRAINED
+        return P(*map(as_entry, entries), *[matrix] * matrix_dims)
+
+    def parts(self, spec: P) -> tuple[int, ...]:
+        """Counts the parts of each dim of an array with a spec."""
+        return tuple(self._size(axes_in(entry)) for entry in spec)
+
     def shard_dims(self, spec: P, dims: Sequence[int]) -> tuple[int, ...]:
         """Computes the dims of a device's shard.
 
@@ -93,7 +148,7 @@ class Rules:
           spec: of the array; entries of trailing dims may be missing.
           dims: of the whole array.
         """
-        sizes = [self._size(axes_in(entry)) for entry in spec]
+        sizes = self.parts(spec)
         return tuple(
             dim // size for dim, size in itertools.zip_longest(dims, sizes, fillvalue=1)
         )

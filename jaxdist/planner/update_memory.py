@@ -5,6 +5,8 @@ The lifetimes were read from buffer assignments of XLA for CUDA (jax 0.10.2).
 
 import math
 
+from jax.sharding import PartitionSpec as P
+
 from jaxdist.optim.roles import role_of
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.dim_names import in_stack
@@ -56,16 +58,20 @@ def gathered_bytes(
 
 
 def orthogonalized_bytes(spec: ModelSpec, rules: Rules, run: RunConfig) -> int:
-    """Counts the kernels that Muon orthogonalizes, in bytes.
+    """Counts the matrices that Muon orthogonalizes on a device, in bytes.
 
-    XLA for GPUs runs the Newton-Schulz iterations of all kernels at once. Each needs a
-    whole kernel in float32, and its next iterate.
+    Each device gets its share of the matrices of each stack, in float32, and writes the
+    results beside them (`Execution.map_matrices`). XLA may do so for all stacks at once.
     """
     if run.optimizer.name != "muon":
         return 0
-    whole = sum(
-        math.prod(rules.shard_dims(rules.computed(names, x.shape), x.shape))
-        for path, (x, names) in spec.named_trainable().items()
-        if role_of(path.split("/"), x.shape, names).kind == "matrix"
-    )
-    return 2 * 4 * whole
+    numbers = 0
+    for path, (x, names) in spec.named_trainable().items():
+        role = role_of(path.split("/"), x.shape, names)
+        if role.kind != "matrix":
+            continue
+        divided = rules.whole_matrices(names, x.shape, role.dims)
+        parts = rules.parts(P(*divided[: -role.dims]))
+        held = [-(-dim // part) for dim, part in zip(x.shape, parts, strict=False)]
+        numbers += math.prod(held) * math.prod(x.shape[-role.dims :])
+    return 2 * 4 * numbers

@@ -12,7 +12,7 @@ import optax
 from jaxdist.config import ConfigError
 from jaxdist.optim.config import OptimizerConfig
 from jaxdist.optim.optimizers import ELEMENTWISE, build_optimizer, optimizer_of
-from jaxdist.optim.roles import roles
+from jaxdist.optim.roles import Role, roles, with_names
 from jaxdist.optim.schedules import Schedule, rate_of_one
 from jaxdist.parallel import execution
 from jaxdist.parallel.offload import HOST, OffloadConfig
@@ -267,11 +267,21 @@ def build_update_rule(
         )
 
     # `UpdateRule._update_whole` applies the learning rate.
-    transform = build_optimizer(optimizer, rate_of_one, spec.trainable, spec.names)
+    transform = build_optimizer(
+        optimizer,
+        rate_of_one,
+        spec.trainable,
+        spec.names,
+        step_names=names,
+        map_matrices=_map_matrices,
+    )
     layerwise = None
     if moments_in:
-        transform_of = partial(optimizer_of, optimizer, rate_of_one)
-        groups = build_groups(roles(spec.trainable, spec.names), names, transform_of)
+        param_roles = with_names(roles(spec.trainable, spec.names), names)
+        transform_of = partial(
+            optimizer_of, optimizer, rate_of_one, map_matrices=_map_matrices
+        )
+        groups = build_groups(param_roles, names, transform_of)
         layerwise = LayerwiseUpdate(
             groups,
             ema_decay,
@@ -288,6 +298,15 @@ def build_update_rule(
         layerwise=layerwise,
         elementwise=optimizer.name in ELEMENTWISE and layerwise is None,
         scaler=scaler,
+    )
+
+
+def _map_matrices(
+    function: Callable[[jax.Array], jax.Array], stack: jax.Array, role: Role
+) -> jax.Array:
+    """Applies a function to each matrix of a stack, see `Execution.map_matrices`."""
+    return execution.current().map_matrices(
+        function, stack, role.names, matrix_dims=role.dims
     )
 
 
