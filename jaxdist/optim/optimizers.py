@@ -289,7 +289,8 @@ def _orthogonal_momentum(
         each = jnp.tile(state.ns_coeffs, (_ITERATIONS, 1))
         state = state._replace(ns_coeffs=each)
         orthogonal: Any = newton_schulz.update(matrix, state)[0]
-        return orthogonal.reshape(param.shape)
+        reshaped: jax.Array = orthogonal.reshape(param.shape)
+        return reshaped
 
     def update(
         updates: optax.Updates,

@@ -151,17 +151,18 @@ class Execution:
         if self.mesh is None:
             parts = (1,) * (stack.ndim - matrix_dims)
             return map_parts(function, stack, parts)
-        spec = self.rules.whole_matrices(names, stack.shape, matrix_dims)
-        parts = self.rules.parts(P(*spec[:-matrix_dims]))
+        way = self.rules.way_to_whole_matrices(names, stack.shape, matrix_dims)
+        parts = self.rules.parts(P(*way[-1][:-matrix_dims]))
         rest = [(0, -dim % part) for dim, part in zip(stack.shape, parts, strict=False)]
         rest += [(0, 0)] * matrix_dims
-        # Otherwise XLA might move what the stack is computed from.
-        stack = self.lay_out(stack, Rules.state, names)
-        padded = self.constrain(jnp.pad(stack, rest), spec)
-        result = self.constrain(map_parts(function, padded, parts), spec)
-        # It goes back before it is cut, since only dims that count matrices were padded.
-        result = self.lay_out(result, Rules.state, names)
-        return jax.lax.slice(result, [0] * stack.ndim, stack.shape)
+        # At first as the state. Otherwise XLA might move what the stack comes from.
+        moved = jnp.pad(self.constrain(stack, way[0]), rest)
+        for spec in way:
+            moved = self.constrain(moved, spec)
+        moved = map_parts(function, moved, parts)
+        for spec in reversed(way):
+            moved = self.constrain(moved, spec)
+        return jax.lax.slice(moved, [0] * stack.ndim, stack.shape)
 
 
 def map_parts(

@@ -92,50 +92,51 @@ class Rules:
         """Computes the spec of a parameter's optimizer state and moving average."""
         return self._parameter(names, dims, fsdp=self.zero >= 1)
 
-    def whole_matrices(self, names: Names, dims: Sequence[int], matrix_dims: int) -> P:
-        """Computes the spec of a stack whose matrices are divided among the devices.
+    def way_to_whole_matrices(
+        self, names: Names, dims: Sequence[int], matrix_dims: int
+    ) -> list[P]:
+        """Computes specs on the way to whole matrices, divided among the devices.
 
-        An axis across slices divides nothing: its devices compute the same. An axis may
-        split a dim that no other splits, although it does not divide it.
+        The first spec is that of the optimizer's state. From one to the next, the axes
+        of a matrix dim move to a stack dim, which XLA does by one all-to-all. At last,
+        axes that replicate divide a stack dim, too. Those across slices do not: their
+        devices compute the same.
+
+        A stack dim that no axis splits at first may be divided unevenly. Axes stay where
+        they are if there are too few matrices.
 
         Args:
           names: logical names.
           dims: of the stack, with the dims of a matrix last.
           matrix_dims: number of dims of one matrix.
         """
-        stack_dims = len(dims) - matrix_dims
-        names = _with_stack_names(names, dims)
-        entries = [
-            axes_in(self._entry(self._axes_of(name), dim))
-            for name, dim in zip(names[:stack_dims], dims[:stack_dims], strict=True)
-        ]
+        entries = [axes_in(entry) for entry in self.state(names, dims)]
+        stack_dims = range(len(dims) - matrix_dims)
         # XLA pads a dim well as long as no axis splits it.
-        may_grow = [not entry for entry in entries]
+        may_grow = [not entries[dim] for dim in stack_dims]
         taken = {axis for entry in entries for axis in entry}
-        within_slice = [a for a in self._in_use(AXES) if self.shape.dcn[a] == 1]
-        is_split = True
-        for axis in within_slice:
-            if axis in taken:
+
+        def dim_for(axes: Sequence[str]) -> int | None:
+            """Selects the stack dim of which a device has most, if one can be split."""
+            held = [-(-dims[dim] // self._size(entries[dim])) for dim in stack_dims]
+            even = [dim for dim in stack_dims if held[dim] % self._size(axes) == 0]
+            uneven = [dim for dim in stack_dims if held[dim] > 1 and may_grow[dim]]
+            return max(even or uneven, key=held.__getitem__, default=None)
+
+        way = [P(*map(as_entry, entries))]
+        for dim in range(len(stack_dims), len(dims)):
+            axes = entries[dim]
+            target = dim_for(axes)
+            if axes and target is not None:
+                entries[dim] = ()
+                entries[target] = (*entries[target], *axes)
+                way.append(P(*map(as_entry, entries)))
+        for axis in self._in_use(AXES):
+            target = dim_for([axis])
+            if axis in taken or self.shape.dcn[axis] > 1 or target is None:
                 continue
-            size = self.shape.sizes[axis]
-            # matrices along each dim that a device has so far
-            held = [
-                -(-dim // self._size(entry))
-                for dim, entry in zip(dims, entries, strict=False)
-            ]
-            even = [dim for dim, count in enumerate(held) if count % size == 0]
-            uneven = [
-                dim for dim, count in enumerate(held) if count > 1 and may_grow[dim]
-            ]
-            candidates = even or uneven
-            if not candidates:
-                is_split = False
-                continue
-            dim = max(candidates, key=held.__getitem__)
-            entries[dim] = (*entries[dim], axis)
-        # Axes that are left may split the matrices, as XLA chooses.
-        matrix = None if is_split else P.UNCONSTRAINED
-        return P(*map(as_entry, entries), *[matrix] * matrix_dims)
+            entries[target] = (*entries[target], axis)
+        return [*way, P(*map(as_entry, entries))]
 
     def parts(self, spec: P) -> tuple[int, ...]:
         """Counts the parts of each dim of an array with a spec."""

@@ -5,8 +5,6 @@ The lifetimes were read from buffer assignments of XLA for CUDA (jax 0.10.2).
 
 import math
 
-from jax.sharding import PartitionSpec as P
-
 from jaxdist.optim.roles import role_of
 from jaxdist.parallel.sharding import Rules
 from jaxdist.protocols.dim_names import in_stack
@@ -70,8 +68,9 @@ def orthogonalized_bytes(spec: ModelSpec, rules: Rules, run: RunConfig) -> int:
         role = role_of(path.split("/"), x.shape, names)
         if role.kind != "matrix":
             continue
-        divided = rules.whole_matrices(names, x.shape, role.dims)
-        parts = rules.parts(P(*divided[: -role.dims]))
-        held = [-(-dim // part) for dim, part in zip(x.shape, parts, strict=False)]
-        numbers += math.prod(held) * math.prod(x.shape[-role.dims :])
+        *_, divided = rules.way_to_whole_matrices(names, x.shape, role.dims)
+        parts = rules.parts(divided)
+        numbers += math.prod(
+            -(-dim // part) for dim, part in zip(x.shape, parts, strict=True)
+        )
     return 2 * 4 * numbers
