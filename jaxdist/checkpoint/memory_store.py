@@ -26,6 +26,7 @@ from typing import BinaryIO, NamedTuple
 from jaxdist.checkpoint import folders, memory_file
 from jaxdist.checkpoint.folders import LAST_STEP, CheckpointError
 from jaxdist.checkpoint.memory_file import BadFile, Opened
+from jaxdist.hardware.host import Room, free_memory, read_lines
 from jaxdist.storage import atomic, run_format
 from jaxdist.storage.digest import digest
 from jaxdist.storage.untrusted import (
@@ -43,7 +44,6 @@ _BAD = ".bad"
 _VARIABLE = re.compile(r"\$\{?(\w+)")
 # file systems whose files take memory
 _IN_MEMORY = {"tmpfs", "ramfs"}
-_KIB = 1024
 # Share of the needed bytes that must be free beside them. Headers and padding take a
 # little, and the rest of the process also allocates while files are written.
 _MARGIN = 0.1
@@ -332,13 +332,6 @@ def expand(folder: str) -> Path:
 # --- Memory ---------------------------------------------------------------------------
 
 
-class Room(NamedTuple):
-    """Free bytes, and where the number comes from."""
-
-    bytes: int
-    source: str
-
-
 def room_of(folder: Path) -> Room:
     """Finds the room for more files in a folder."""
     room = Room(shutil.disk_usage(folder).free, f"in {folder}")
@@ -414,71 +407,10 @@ def is_in_memory(folder: Path, root: Path = Path("/")) -> bool:
     """
     kind = ""
     longest = -1
-    for line in _read_lines(root / "proc/mounts"):
+    for line in read_lines(root / "proc/mounts"):
         _, place, kind_here, *_ = line.split()
         mount = Path(place.replace("\\040", " "))
         if folder.is_relative_to(mount) and len(mount.parts) >= longest:
             longest = len(mount.parts)
             kind = kind_here
     return kind in _IN_MEMORY
-
-
-def free_memory(root: Path = Path("/")) -> Room | None:
-    """Finds the memory that this host or its container has left; None = unknown.
-
-    Args:
-      root: folder that has /proc and /sys.
-    """
-    rooms = [_of_machine(root), *_of_cgroups(root)]
-    known = [room for room in rooms if room is not None]
-    return min(known, default=None, key=lambda room: room.bytes)
-
-
-def _of_machine(root: Path) -> Room | None:
-    for line in _read_lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            return Room(int(line.split()[1]) * _KIB, "MemAvailable of the machine")
-    return None
-
-
-def _of_cgroups(root: Path) -> Iterator[Room | None]:
-    """Yields the room in each control group of this process, from both versions.
-
-    Files in memory count against it. Pages of the disk's cache do not: they are freed
-    when memory is short.
-    """
-    for line in _read_lines(root / "proc/self/cgroup"):
-        _, controllers, group = line.split(":", 2)
-        folder = root / "sys/fs/cgroup"
-        names = ("memory.max", "memory.current", "inactive_file")
-        if controllers:
-            if "memory" not in controllers.split(","):
-                continue
-            folder /= "memory"
-            names = (
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
-        path = folder / group.lstrip("/")
-        for place in [path, *path.parents]:
-            if place.is_relative_to(folder):
-                yield _of_cgroup(place, *names)
-
-
-def _of_cgroup(place: Path, limit: str, usage: str, cache: str) -> Room | None:
-    texts = [_read_lines(place / name) for name in (limit, usage)]
-    if not all(texts) or not texts[0][0].isdecimal():  # absent, or "max"
-        return None
-    used = int(texts[1][0])
-    for line in _read_lines(place / "memory.stat"):
-        if line.split()[0] == cache:
-            used -= int(line.split()[1])
-    return Room(max(0, int(texts[0][0]) - used), f"{limit} of the container")
-
-
-def _read_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []

@@ -17,13 +17,14 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError, extras
 from jaxdist.hardware import flags as platform_flags
+from jaxdist.hardware import host
 from jaxdist.planner.observed import (
     NOISE,
     OLD_PTXAS,
@@ -72,6 +73,15 @@ class CannotTell(Exception):
     """
 
 
+def _memory_for_the_compiler() -> int:
+    """Chooses the memory that a compiler may take, in bytes: half of what is free.
+
+    It is at least 4 GiB, since most steps take less than that.
+    """
+    free = host.free_memory()
+    return max(4 * GIB, free.bytes // 2 if free else 0)
+
+
 @dataclass(frozen=True)
 class CompileOptions:
     """Flags of a compilation, and limits of the child process."""
@@ -79,7 +89,8 @@ class CompileOptions:
     # compiler options that override those that `train` sets
     flags: tuple[tuple[str, Any], ...] = ()
     timeout_s: float = 1800  # most wall time of the child
-    memory_bytes: int = 4 * GIB  # most resident memory of the child
+    # most resident memory of the child
+    memory_bytes: int = field(default_factory=_memory_for_the_compiler)
     cache: Path | None = None  # folder of results; None: ~/.cache/jaxdist/plans
 
 

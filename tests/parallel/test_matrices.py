@@ -190,7 +190,9 @@ def test_a_device_computes_its_share_of_the_products(gradients):
 
     spec = layout_rules.state(names["experts"], SHAPES["experts"])
     where = {"experts": NamedSharding(mesh, spec)}
-    lowered = jax.jit(sharded, in_shardings=(where,), out_shardings=where).lower(abstract)
+    lowered = jax.jit(sharded, in_shardings=(where,), out_shardings=where).lower(
+        abstract
+    )
     text = lowered.compile().as_text()
     # of 6 layers and 8 experts, a device has 6 layers and 1 expert
     assert "all-to-all" in text
