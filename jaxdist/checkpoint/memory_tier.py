@@ -534,7 +534,8 @@ class MemoryTier:
                 if before is not None:
                     before.block_until_ready()
                 before = arrays[name] = array
-        return jax.block_until_ready(arrays)
+        jax.block_until_ready(arrays)
+        return arrays
 
     def _read_array(
         self, stored: StoredArray, sharding: Sharding, files: Mapping[int, BinaryIO]
