@@ -8,6 +8,7 @@
     last 32 bytes SHA-256 of the SHA-256 of each block of `BLOCK_BYTES` before them
 
 Blocks have hashes of their own, so that several threads can hash a file.
+
 A piece is a box of an array: a part of it in a sharding. The files of a step hold each
 element of its arrays exactly once, whatever the number of processes. The header comes
 first and has its own hash, so that it can be used before all bytes are hashed.

@@ -57,6 +57,7 @@ from jaxdist.telemetry import clock
 KEEP = 2  # complete steps that stay in memory
 FILES = KEEP + 1  # files of a process: the kept steps, and the one that is written
 _MOST_COPIERS = 8  # threads that copy arrays to the host
+_SMALL_BYTES = 1 << 26  # bytes that one thread has copied before others begin
 # seconds between two looks at which processes have written, at first and at most
 _LOOK_S = 0.01
 _MOST_LOOK_S = 0.5
@@ -701,12 +702,13 @@ class MemoryTier:
             self._sent = step
         if self.peers is not None:
             self.peers.oldest = min([*decision.kept, step])
+        infos = state_dict.describe(arrays)
         pieces = self._share.of(arrays)
         contents: list[np.ndarray] = []
         failure = "the previous save of this process has not ended" if hangs else ""
         try:
             if not hangs:  # the thread still reads the memory that is copied into
-                contents = self._copy(arrays, pieces)
+                contents = self._copy(arrays, infos, pieces)
         except Exception as error:  # training continues
             failure = error_text(error)
         header = Header(
@@ -715,7 +717,7 @@ class MemoryTier:
             step=step,
             owner=jax.process_index(),
             owners=jax.process_count(),
-            arrays=state_dict.describe(arrays),
+            arrays=infos,
             metadata=decision.metadata,
             fingerprints={},
             pieces=tuple(pieces),
@@ -743,19 +745,25 @@ class MemoryTier:
         )
 
     def _copy(
-        self, arrays: Mapping[str, Any], pieces: Sequence[Piece]
+        self,
+        arrays: Mapping[str, Any],
+        infos: Mapping[str, ArrayInfo],
+        pieces: Sequence[Piece],
     ) -> list[np.ndarray]:
         """Copies pieces to the host. All transfers start before the first one ends."""
         shards = [_shard(arrays[piece.name], piece.box) for piece in pieces]
         for shard in shards:
             if isinstance(shard, jax.Array):
                 shard.copy_to_host_async()
-        staging = self._staging_for(arrays, pieces)
+        staging = self._staging_for(arrays, infos, pieces)
         if staging is None:
             return [np.asarray(shard) for shard in shards]
-        places = _places_in(staging, state_dict.describe(arrays), pieces)
-        # Threads copy, because one alone does not use all the bandwidth of the memory.
-        list(self._copiers.map(np.copyto, places, map(np.asarray, shards)))
+        places = _places_in(staging, infos, pieces)
+        sources = [np.asarray(shard) for shard in shards]
+        if staging.nbytes < _SMALL_BYTES:
+            list(map(np.copyto, places, sources))
+        else:  # one thread alone does not use all the bandwidth of the memory
+            list(self._copiers.map(np.copyto, places, sources))
         return places
 
     def prepare(self, abstract_arrays: Mapping[str, Any]) -> None:
@@ -763,23 +771,27 @@ class MemoryTier:
 
         It communicates with no process.
         """
+        infos = state_dict.describe(abstract_arrays)
         pieces = self._share.of(abstract_arrays)
-        staging = self._staging_for(abstract_arrays, pieces)
+        staging = self._staging_for(abstract_arrays, infos, pieces)
         if staging is not None:
             staging.fill(0)
 
     def _staging_for(
-        self, arrays: Mapping[str, Any], pieces: Sequence[Piece]
+        self,
+        arrays: Mapping[str, Any],
+        infos: Mapping[str, ArrayInfo],
+        pieces: Sequence[Piece],
     ) -> np.ndarray | None:
         """Makes the memory that saves copy into; None = numpy's copies are enough.
 
         They are not if numpy sees a device's own buffer, which the next step overwrites.
         On CPU, jax would keep that buffer and let the step write to new memory. But that
-        costs the step seven times as much as the copy (docs/project/decisions.md).
+        costs the step seven times as much as this copy (docs/project/decisions.md).
         """
         if not any(_is_in_host_memory(leaf) for leaf in arrays.values()):
             return None
-        total = memory_file.payload_bytes(state_dict.describe(arrays), pieces)
+        total = memory_file.payload_bytes(infos, pieces)
         if self._staging is None or self._staging.nbytes < total:
             self._staging = np.empty(total, np.uint8)
         return self._staging
