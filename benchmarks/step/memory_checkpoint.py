@@ -1,14 +1,21 @@
 """Times a save in memory against a save in the folder, and the restore of each.
 
-    python benchmarks/step/memory_checkpoint.py --gib 1 --rounds 8 \
+    python benchmarks/step/memory_checkpoint.py --gib 1 --rounds 8 --orbax \
         --out benchmarks/results/memory-checkpoint.json
 
-`blocked` is the time until the call of a save returns. `written` is the time until the
+`blocked` is the time until the call of a save returns. `lost` is the time that a save and
+the next step take longer than such a step alone. The step is short, and overwrites the
+state. It may have to copy what the save has left in place. `written` is the time until the
 step counts: all files are written and hashed. `restore` is the time until all arrays
 are on the devices and their fingerprints are compared. The first save of each side
 warms it up and is not counted.
 
-Both sides save the same arrays, in alternating turns. The state is random numbers in
+Older steps in memory are deleted when a save begins, so that one file is held.
+
+`--orbax` adds Orbax's peer-to-peer manager, which also saves in memory here. It hashes
+nothing. Its program, `orbax.checkpoint.experimental.emergency.p2p`, has one replica.
+
+All sides save the same arrays, in alternating turns. The state is random numbers in
 arrays of equal size, split over the devices. `XLA_FLAGS` decides how many CPU devices
 there are.
 """
@@ -17,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import shutil
 import sys
 import tempfile
@@ -40,7 +48,7 @@ from jaxdist.checkpoint.manager import CheckpointManager
 from jaxdist.checkpoint.memory_tier import MemoryTier
 from jaxdist.config import trees
 
-MEASURES = ("blocked_s", "written_s", "restore_s")
+MEASURES = ("blocked_s", "lost_s", "written_s", "restore_s")
 RUN = "0123456789abcdef"
 TIMEOUT_S = 600
 
@@ -86,7 +94,7 @@ def memory_side(memory: Path, folder: Path) -> Iterator[Side]:
 
     def save(step: int, state: Any) -> float:
         began = time.perf_counter()
-        decision = tier.decide(allowed=True, sealed=0, metadata={}, interval=0)
+        decision = tier.decide(allowed=True, sealed=step, metadata={}, interval=0)
         if not decision.begins:
             raise RuntimeError("the save before has not ended")
         tier.save(step, state_dict.to_canonical(state), decision)
@@ -112,11 +120,58 @@ def memory_side(memory: Path, folder: Path) -> Iterator[Side]:
         tier.close(delete=True)
 
 
+@contextlib.contextmanager
+def orbax_side(memory: Path, state: dict[str, jax.Array]) -> Iterator[Side]:
+    """Yields saves of Orbax's peer-to-peer manager in memory."""
+    # a module that is experimental must not stop the other sides
+    from orbax.checkpoint import args as orbax_args
+    from orbax.checkpoint import checkpoint_utils
+    from orbax.checkpoint.experimental.emergency.p2p import (
+        args,
+        checkpoint_manager,
+        options,
+    )
+
+    (mesh,) = {array.sharding.mesh for array in state.values()}
+    manager = checkpoint_manager.CheckpointManager(
+        mesh,
+        abstract_of(state),
+        memory,
+        options=options.CheckpointManagerOptions(
+            local=options.LocalCheckpointOptions(save_interval_steps=1, max_to_keep=1),
+            replica_axis_index=mesh.axis_names.index("replica"),
+        ),
+    )
+
+    def save(step: int, state: Any) -> float:
+        began = time.perf_counter()
+        manager.save(step, args.Composite(state=orbax_args.PyTreeSave(state)))
+        return time.perf_counter() - began
+
+    def restore(step: int, abstract: Any) -> Any:
+        item = orbax_args.PyTreeRestore(
+            abstract, checkpoint_utils.construct_restore_args(abstract)
+        )
+        return manager.restore(step, args.Composite(state=item)).state
+
+    try:
+        yield Side(save, manager.wait_until_finished, restore)
+    finally:
+        manager.close()
+
+
+def abstract_of(state: Any) -> Any:
+    """Describes arrays by shape, type and sharding."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
 def make_state(gib: float, arrays: int) -> dict[str, jax.Array]:
     """Makes arrays of random numbers, split over all devices."""
-    devices = np.array(jax.devices())
-    sharding = NamedSharding(Mesh(devices, ("fsdp",)), P("fsdp"))
-    rows = round(gib * 2**30 / 4 / arrays / 1024 / len(devices)) * len(devices)
+    devices = np.array(jax.devices()).reshape(1, -1)  # Orbax asks for replicas
+    sharding = NamedSharding(Mesh(devices, ("replica", "fsdp")), P("fsdp"))
+    rows = round(gib * 2**30 / 4 / arrays / 1024 / devices.size) * devices.size
     make = jax.jit(
         lambda key: jax.random.normal(key, (rows, 1024), jnp.float32),
         out_shardings=sharding,
@@ -125,23 +180,46 @@ def make_state(gib: float, arrays: int) -> dict[str, jax.Array]:
     return {f"array_{number:03d}": make(key) for number, key in enumerate(keys)}
 
 
-def turn(side: Side, step: int, state: Any) -> dict[str, float]:
-    """Saves a step and restores it."""
-    jax.block_until_ready(state)
+@functools.partial(jax.jit, donate_argnums=0)
+def negate(state: Any) -> Any:
+    """Changes the state in its place. A second call changes it back."""
+    return jax.tree.map(jnp.negative, state)
+
+
+def timed_step(state: Any) -> tuple[Any, float]:
+    """Makes a step, and returns the state and the seconds."""
+    began = time.perf_counter()
+    state = jax.block_until_ready(negate(state))
+    return state, time.perf_counter() - began
+
+
+def turn(side: Side, step: int, state: Any) -> tuple[Any, dict[str, float]]:
+    """Saves a step, trains one more, and restores the saved one.
+
+    Returns:
+      The state, and the seconds of each measure.
+    """
+    abstract = abstract_of(state)
+    state, _ = timed_step(state)
+    state, alone_s = timed_step(state)
     began = time.perf_counter()
     blocked_s = side.save(step, state)
+    state, _ = timed_step(state)
+    lost_s = time.perf_counter() - began - alone_s
     side.wait()
     written_s = time.perf_counter() - began
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
     began = time.perf_counter()
     restored = jax.block_until_ready(side.restore(step, abstract))
     restore_s = time.perf_counter() - began
     for name, array in state.items():
-        if not jnp.array_equal(restored[name], array):
+        if not jnp.array_equal(restored[name], -array):
             raise RuntimeError(f"{name} did not come back")
-    return {"blocked_s": blocked_s, "written_s": written_s, "restore_s": restore_s}
+    return state, {
+        "blocked_s": blocked_s,
+        "lost_s": lost_s,
+        "written_s": written_s,
+        "restore_s": restore_s,
+    }
 
 
 def main() -> None:
@@ -150,46 +228,58 @@ def main() -> None:
     memory = Path(tempfile.mkdtemp(dir=flags.memory))
     folder = Path(tempfile.mkdtemp(dir=flags.folder))
     state = make_state(flags.gib, flags.arrays)
-    rounds = []
-    try:
-        with (
-            memory_side(memory, folder) as in_memory,
-            folder_side(folder / "checkpoints") as in_folder,
-        ):
-            sides = {"memory": in_memory, "folder": in_folder}
-            for number in range(-1, flags.rounds):  # the first one warms up
-                order = list(sides) if number % 2 == 0 else list(reversed(sides))
-                found = {name: turn(sides[name], number + 2, state) for name in order}
-                if number >= 0:
-                    rounds.append(found)
-                    print(f"round {number + 1}/{flags.rounds}: {_text(found)}")
-    finally:
-        shutil.rmtree(memory, ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)
     record = measuring.record_head(sys.argv[1:]) | {
         "bytes": trees.tree_bytes(state),
         "arrays": len(state),
         "devices": len(jax.devices()),
-        "rounds": rounds,
-        "sides": {
-            name: {
-                measure: measuring.quartiles([found[name][measure] for found in rounds])
-                for measure in MEASURES
+    }
+    rounds = []
+    try:
+        with contextlib.ExitStack() as stack:
+            sides = {
+                "memory": stack.enter_context(memory_side(memory, folder)),
+                "folder": stack.enter_context(folder_side(folder / "checkpoints")),
             }
-            for name in sides
-        },
-        "ratio": {
+            if flags.orbax:
+                (memory / "orbax").mkdir()
+                side = orbax_side(memory / "orbax", state)
+                sides["orbax"] = stack.enter_context(side)
+            for number in range(-1, flags.rounds):  # the first one warms up
+                order = list(sides) if number % 2 == 0 else list(reversed(sides))
+                found = {}
+                for name in order:
+                    state, found[name] = turn(sides[name], number + 2, state)
+                if number >= 0:
+                    rounds.append(found)
+                    text = _text(found)
+                    print(f"round {number + 1}/{flags.rounds}: {text}", flush=True)
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    record["rounds"] = rounds
+    record["sides"] = {
+        name: {
+            measure: measuring.quartiles([found[name][measure] for found in rounds])
+            for measure in MEASURES
+        }
+        for name in sides
+    }
+    record["memory_over"] = {
+        other: {
             measure: measuring.quartiles(
-                [x["memory"][measure] / x["folder"][measure] for x in rounds]
+                [found["memory"][measure] / found[other][measure] for found in rounds]
             )
             for measure in MEASURES
-        },
+        }
+        for other in sides
+        if other != "memory"
     }
-    for measure, ratio in record["ratio"].items():
-        print(
-            f"{measure}: in memory {ratio['median']:.2f} x the folder "
-            f"({ratio['low']:.2f} to {ratio['high']:.2f})"
-        )
+    for other, ratios in record["memory_over"].items():
+        for measure, ratio in ratios.items():
+            print(
+                f"{measure}: in memory {ratio['median']:.2f} x {other} "
+                f"({ratio['low']:.2f} to {ratio['high']:.2f})"
+            )
     measuring.write(flags.out, record)
 
 
@@ -200,6 +290,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--memory", default="/dev/shm", help="folder in memory")
     parser.add_argument("--folder", help="folder (default: a temporary one)")
+    parser.add_argument(
+        "--orbax", action="store_true", help="also time Orbax's peer-to-peer manager"
+    )
     parser.add_argument("--out", help="JSON file")
     return parser
 

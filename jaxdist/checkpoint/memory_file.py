@@ -5,7 +5,9 @@
     bytes 16-47   SHA-256 of the header
     header        JSON, see `Header`
     pieces        raw bytes in C order, each piece from a multiple of `ALIGNMENT` on
-    last 32 bytes SHA-256 of everything before
+    last 32 bytes SHA-256 of the SHA-256 of each block of `BLOCK_BYTES` before them
+
+Blocks have hashes of their own, so that several threads can hash a file.
 
 A piece is a box of an array: a part of it in a sharding. The files of a step hold each
 element of its arrays exactly once, whatever the number of processes. The header comes
@@ -18,7 +20,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, BinaryIO, NamedTuple
@@ -38,11 +41,16 @@ from jaxdist.storage.untrusted import (
     parse_json,
 )
 
-MAGIC = b"JAXDIST1"
+_NAME = b"JAXDIST"
+MAGIC = _NAME + b"2"
 ALIGNMENT = 64  # bytes
+BLOCK_BYTES = 1 << 24  # bytes that are hashed together
 _DIGEST_BYTES = 32
 _FIXED_BYTES = len(MAGIC) + 8 + _DIGEST_BYTES  # before the header
 _CHUNK_BYTES = 1 << 22  # bytes that are hashed and written at once
+# Bytes that are read and hashed at once. They fit into the cache of a core.
+_READ_BYTES = 1 << 18
+_MOST_THREADS = 8
 _MOST_OWNERS = 1 << 20
 _MOST_DIMS = 64
 _KEYS = {
@@ -224,7 +232,7 @@ def write(file: BinaryIO, header: Header, contents: Iterable[np.ndarray]) -> int
     """
     text = _dump(header.to_json()).encode()
     layout = layout_of(header, len(text))
-    hashed = hashlib.sha256()
+    hashed = _BlockHash()
     position = 0
 
     def put(data: Any) -> None:
@@ -247,6 +255,41 @@ def write(file: BinaryIO, header: Header, contents: Iterable[np.ndarray]) -> int
     put(bytes(layout.end - position))
     file.write(hashed.digest())
     return layout.size
+
+
+class _BlockHash:
+    """Hash of a file's bytes up to the trailer, which come one after another."""
+
+    def __init__(self) -> None:
+        self._digests: list[bytes] = []  # of the blocks that are whole
+        self._block = hashlib.sha256()
+        self._left = BLOCK_BYTES  # bytes that the block still takes
+
+    def update(self, data: memoryview) -> None:
+        """Adds bytes."""
+        while len(data):
+            part = data[: self._left]
+            data = data[self._left :]
+            self._block.update(part)
+            self._left -= len(part)
+            if not self._left:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self._digests.append(self._block.digest())
+        self._block = hashlib.sha256()
+        self._left = BLOCK_BYTES
+
+    def digest(self) -> bytes:
+        """Makes the trailer. No bytes can be added after it."""
+        if self._left < BLOCK_BYTES:
+            self._end_block()
+        return _trailer(self._digests)
+
+
+def _trailer(digests: Iterable[bytes]) -> bytes:
+    """Makes the trailer from the hashes of all blocks."""
+    return hashlib.sha256(b"".join(digests)).digest()
 
 
 def _raw(array: np.ndarray, header: Header, piece: Piece) -> np.ndarray:
@@ -284,8 +327,10 @@ def read_header(file: BinaryIO) -> Opened:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         fixed = file.read(_FIXED_BYTES)
-        if fixed[: len(MAGIC)] != MAGIC or len(fixed) < _FIXED_BYTES:
+        if not fixed.startswith(_NAME) or len(fixed) < _FIXED_BYTES:
             raise Malformed("it does not begin as a file of the memory tier")
+        if not fixed.startswith(MAGIC):
+            raise Malformed("another version of jaxdist has written it")
         count = int.from_bytes(fixed[len(MAGIC) : len(MAGIC) + 8], "little")
         if count > min(size, MAX_BYTES):
             raise Malformed(f"its header has {count:,} bytes")
@@ -306,36 +351,49 @@ def read_into(file: BinaryIO, view: memoryview) -> int:
     return file.readinto(view) or 0  # type: ignore[attr-defined]  # all files have it
 
 
-def verify(file: BinaryIO, on_bytes: Callable[[int], object] | None = None) -> Opened:
-    """Checks every byte of a file.
+def verify(file: BinaryIO) -> Opened:
+    """Checks every byte of a file, by several threads.
 
     Args:
-      file: the file.
-      on_bytes: called with the number of bytes after each piece that was hashed.
+      file: a file of the system. The threads read it by its number.
 
     Raises:
       BadFile: the file is not what was written.
     """
     opened = read_header(file)
-    hashed = hashlib.sha256()
-    left = opened.layout.end
-    buffer = memoryview(bytearray(min(left, _CHUNK_BYTES)))
+    end = opened.layout.end
+    blocks = [
+        (first, min(first + BLOCK_BYTES, end)) for first in range(0, end, BLOCK_BYTES)
+    ]
+    threads = min(_MOST_THREADS, os.cpu_count() or 1)
     try:
-        file.seek(0)
-        while left:
-            count = read_into(file, buffer[: min(left, len(buffer))])
-            if not count:
-                raise BadFile(f"it ends {left:,} bytes early")
-            hashed.update(buffer[:count])
-            left -= count
-            if on_bytes:
-                on_bytes(count)
-        trailer = file.read(_DIGEST_BYTES)
+        with ThreadPoolExecutor(threads, "hash") as pool:
+            digests = pool.map(lambda block: _hash_block(file, *block), blocks)
+            found = _trailer(digests)
+        trailer = os.pread(file.fileno(), _DIGEST_BYTES, end)
     except OSError as error:
         raise BadFile(f"not readable: {named(error)}") from error
-    if hashed.digest() != trailer:
+    if found != trailer:
         raise BadFile("its content has changed since it was written")
     return opened
+
+
+def _hash_block(file: BinaryIO, first: int, stop: int) -> bytes:
+    """Computes the SHA-256 of the bytes of a file from `first` to `stop`.
+
+    Raises:
+      BadFile: the file ends early.
+      OSError: it cannot be read.
+    """
+    hashed = hashlib.sha256()
+    buffer = memoryview(bytearray(min(_READ_BYTES, stop - first)))
+    while first < stop:
+        count = os.preadv(file.fileno(), [buffer[: stop - first]], first)
+        if not count:
+            raise BadFile(f"it ends {stop - first:,} bytes early")
+        hashed.update(buffer[:count])
+        first += count
+    return hashed.digest()
 
 
 def require(opened: Opened, *, run: str, branch: str, step: int, owner: int) -> None:

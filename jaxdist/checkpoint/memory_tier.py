@@ -4,9 +4,9 @@ A save copies each process's part of the state to the host while the loop waits.
 thread then writes it to a file of `memory_file.py`. The first process counts the step
 once all processes have written theirs. No file holds what another one holds.
 
-A restore agrees on the newest step whose files are all there. It hashes them, reads the
-boxes that its own sharding needs, and compares the fingerprints on the devices. A file
-that fails is set aside, and the next older step is tried.
+A restore agrees on the newest step whose files are all there. It reads the boxes that
+its own sharding needs while threads hash the files. Then it compares the fingerprints on
+the devices. A file that fails is set aside, and the next older step is tried.
 
 Every process makes the same calls in the same order, if a method does not say otherwise.
 """
@@ -14,11 +14,13 @@ Every process makes the same calls in the same order, if a method does not say o
 import contextlib
 import functools
 import json
+import os
 import queue
 import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -35,7 +37,7 @@ from jaxdist.checkpoint import (
     state_dict,
 )
 from jaxdist.checkpoint.background import Background
-from jaxdist.checkpoint.folders import CheckpointError, error_text
+from jaxdist.checkpoint.folders import ArrayInfo, CheckpointError, error_text
 from jaxdist.checkpoint.manager import Restored, check_arrays, error_on_all
 from jaxdist.checkpoint.memory_file import (
     BadFile,
@@ -54,6 +56,8 @@ from jaxdist.telemetry import clock
 
 KEEP = 2  # complete steps that stay in memory
 FILES = KEEP + 1  # files of a process: the kept steps, and the one that is written
+_MOST_COPIERS = 8  # threads that copy arrays to the host
+_SMALL_BYTES = 1 << 26  # bytes that one thread has copied before others begin
 # seconds between two looks at which processes have written, at first and at most
 _LOOK_S = 0.01
 _MOST_LOOK_S = 0.5
@@ -212,6 +216,8 @@ class MemoryTier:
         self._results = queue.SimpleQueue[MemorySave]()
         self._share = _Share()
         self._staging: np.ndarray | None = None
+        threads = min(_MOST_COPIERS, os.cpu_count() or 1)
+        self._copiers = ThreadPoolExecutor(threads, "copy-memory")
 
     # --- Finding steps ----------------------------------------------------------------
 
@@ -300,23 +306,28 @@ class MemoryTier:
           Whether a step is left.
         """
         while self._candidates:
+            candidate = self._candidates[0]
             with contextlib.suppress(CheckpointError):
-                self._confirm(self._candidates[0])
+                with error_on_all(Exception):
+                    bad = self._hash_files(candidate)
+                self._confirm(candidate, bad)
                 return True
             self._candidates.pop(0)
         return False
 
-    def _confirm(self, candidate: Candidate) -> None:
-        """Hashes a step's files. The processes of a host split the work.
+    def _hash_files(self, candidate: Candidate) -> list[BadCopy]:
+        """Hashes a step's files on this host, and sets bad ones aside.
 
-        Raises:
-          BadFile: a file is bad, and no other process holds it.
+        The processes of a host split the work. This communicates with no process.
+
+        Returns:
+          The bad ones that this process has found.
         """
+        bad: list[BadCopy] = []
         if candidate.is_confirmed:
-            return
+            return bad
         step = candidate.step
         place = self.store.place
-        bad: list[BadCopy] = []
         for number, owner in enumerate(sorted(candidate.holders)):
             processes = candidate.holders[owner].get(place, [])
             if not processes:
@@ -328,14 +339,27 @@ class MemoryTier:
             except (BadFile, KeyError) as error:
                 self.store.set_aside(step, owner)
                 bad.append(BadCopy(step, owner, place, error_text(error)))
+        return bad
+
+    def _confirm(self, candidate: Candidate, bad: list[BadCopy]) -> list[BadCopy]:
+        """Agrees with all processes on a step's bad files, and returns them all.
+
+        Args:
+          candidate: the step.
+          bad: the files that this process has found to be bad.
+
+        Raises:
+          BadFile: a file is bad, and no other process holds it.
+        """
         votes = coordination.votes(bad or None)
         found = [BadCopy(*entry) for vote in votes for entry in vote]
         self.bad += found
         for copy in found:
             candidate.holders[copy.owner].pop(copy.place, None)
         if not candidate.is_complete:
-            raise BadFile(f"step {step}: {found[0].reason}")
+            raise BadFile(f"step {candidate.step}: {found[0].reason}")
         candidate.is_confirmed = True
+        return found
 
     # --- Restoring --------------------------------------------------------------------
 
@@ -357,7 +381,6 @@ class MemoryTier:
             if candidate.step < not_before:
                 break
             try:
-                self._confirm(candidate)
                 restored = self._restore(candidate, abstract_state, partial=partial)
             except state_dict.LayoutError:
                 raise
@@ -375,7 +398,7 @@ class MemoryTier:
     def _restore(
         self, candidate: Candidate, abstract_state: Any, *, partial: bool
     ) -> Restored:
-        """Restores a step whose files are sound.
+        """Restores a step. Its state is used only if all its files are sound.
 
         Raises:
           CheckpointError: the step cannot be restored. All processes raise it.
@@ -385,13 +408,36 @@ class MemoryTier:
             abstract_state = abstract_state(info)
         state_dict.check(info.arrays, abstract_state, partial=partial)
         abstract = state_dict.to_canonical(abstract_state)
+        with error_on_all(Exception):
+            bad, arrays = self._hash_and_read(candidate, abstract)
+        place = self.store.place
+        if any(copy.place == place for copy in self._confirm(candidate, bad)):
+            arrays = None  # they may come from a bad file
         if self.peers is not None:
             self._fetch(self.peers, candidate, abstract)
         with error_on_all(Exception):
-            arrays = self._read(candidate, abstract)
+            if arrays is None:
+                arrays = self._read(candidate, abstract)
             state = state_dict.from_canonical(arrays, abstract_state)
         check_arrays(candidate.step, arrays, candidate.header.fingerprints)
         return Restored(state, info.metadata)
+
+    def _hash_and_read(
+        self, candidate: Candidate, abstract: Mapping[str, Any]
+    ) -> tuple[list[BadCopy], dict[str, jax.Array] | None]:
+        """Reads a step's arrays while threads hash its files.
+
+        Returns:
+          The result of `_hash_files`, and the arrays. They are None if they could not
+          be read: a file is bad, or is on other hosts only.
+        """
+        arrays = None
+        with ThreadPoolExecutor(1, "hash") as pool:
+            hashing = pool.submit(self._hash_files, candidate)
+            # the next read raises an error that stays
+            with contextlib.suppress(Exception):
+                arrays = self._read(candidate, abstract)
+            return hashing.result(), arrays
 
     def _give_up(self, candidate: Candidate, reason: str) -> None:
         """Sets this host's files of a step aside."""
@@ -466,7 +512,7 @@ class MemoryTier:
     def _read(
         self, candidate: Candidate, abstract: Mapping[str, Any]
     ) -> dict[str, jax.Array]:
-        """Reads arrays into their shardings, one at a time.
+        """Reads arrays into their shardings, one after another.
 
         Raises:
           CheckpointError: a part of an array is in none of this host's files.
@@ -474,20 +520,28 @@ class MemoryTier:
         """
         owners = self._files_here(candidate)
         self.restored_bytes = 0
+        arrays: dict[str, jax.Array] = {}
+        before: jax.Array | None = None
         with contextlib.ExitStack() as stack:
             files = {
                 owner: stack.enter_context(self.store.open_read(candidate.step, owner))
                 for owner in owners
             }
             stored = self._stored(candidate, owners)
-            return {
-                name: self._read_array(stored[name], leaf.sharding, files)
-                for name, leaf in abstract.items()
-            }
+            for name, leaf in abstract.items():
+                array = self._read_array(stored[name], leaf.sharding, files)
+                # An array goes to the devices while the next one is read. Otherwise
+                # all arrays would be in the host's memory at once.
+                if before is not None:
+                    before.block_until_ready()
+                before = arrays[name] = array
+        jax.block_until_ready(arrays)
+        return arrays
 
     def _read_array(
         self, stored: StoredArray, sharding: Sharding, files: Mapping[int, BinaryIO]
     ) -> jax.Array:
+        """Reads an array, and starts to place it on the devices."""
         shape = stored.info.shape
         shards = []
         for box, here in _boxes_here(sharding, shape).items():
@@ -497,10 +551,7 @@ class MemoryTier:
                 target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
                 # A device in this host's memory must not train in a buffer of numpy.
                 shards.append(jax.device_put(host, target, may_alias=False))
-        array = jax.make_array_from_single_device_arrays(shape, sharding, shards)
-        # Otherwise all arrays would be in the host's memory at once.
-        array.block_until_ready()
-        return array
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
     # --- Saving -----------------------------------------------------------------------
 
@@ -651,12 +702,13 @@ class MemoryTier:
             self._sent = step
         if self.peers is not None:
             self.peers.oldest = min([*decision.kept, step])
+        infos = state_dict.describe(arrays)
         pieces = self._share.of(arrays)
         contents: list[np.ndarray] = []
         failure = "the previous save of this process has not ended" if hangs else ""
         try:
             if not hangs:  # the thread still reads the memory that is copied into
-                contents = self._copy(arrays, pieces)
+                contents = self._copy(arrays, infos, pieces)
         except Exception as error:  # training continues
             failure = error_text(error)
         header = Header(
@@ -665,7 +717,7 @@ class MemoryTier:
             step=step,
             owner=jax.process_index(),
             owners=jax.process_count(),
-            arrays=state_dict.describe(arrays),
+            arrays=infos,
             metadata=decision.metadata,
             fingerprints={},
             pieces=tuple(pieces),
@@ -693,48 +745,53 @@ class MemoryTier:
         )
 
     def _copy(
-        self, arrays: Mapping[str, Any], pieces: Sequence[Piece]
+        self,
+        arrays: Mapping[str, Any],
+        infos: Mapping[str, ArrayInfo],
+        pieces: Sequence[Piece],
     ) -> list[np.ndarray]:
         """Copies pieces to the host. All transfers start before the first one ends."""
         shards = [_shard(arrays[piece.name], piece.box) for piece in pieces]
         for shard in shards:
             if isinstance(shard, jax.Array):
                 shard.copy_to_host_async()
-        staging = self._staging_for(arrays, pieces)
+        staging = self._staging_for(arrays, infos, pieces)
         if staging is None:
             return [np.asarray(shard) for shard in shards]
-        infos = state_dict.describe(arrays)
-        contents = []
-        first = 0
-        for piece, shard in zip(pieces, shards, strict=True):
-            source = np.asarray(shard)
-            raw = staging[first : first + source.nbytes]
-            copy = raw.view(source.dtype).reshape(source.shape)
-            np.copyto(copy, source)
-            contents.append(copy)
-            first += memory_file.payload_bytes(infos, [piece])
-        return contents
+        places = _places_in(staging, infos, pieces)
+        sources = [np.asarray(shard) for shard in shards]
+        if staging.nbytes < _SMALL_BYTES:
+            list(map(np.copyto, places, sources))
+        else:  # one thread alone does not use all the bandwidth of the memory
+            list(self._copiers.map(np.copyto, places, sources))
+        return places
 
     def prepare(self, abstract_arrays: Mapping[str, Any]) -> None:
         """Touches the memory that saves copy into, so that the first one is not slow.
 
         It communicates with no process.
         """
+        infos = state_dict.describe(abstract_arrays)
         pieces = self._share.of(abstract_arrays)
-        staging = self._staging_for(abstract_arrays, pieces)
+        staging = self._staging_for(abstract_arrays, infos, pieces)
         if staging is not None:
             staging.fill(0)
 
     def _staging_for(
-        self, arrays: Mapping[str, Any], pieces: Sequence[Piece]
+        self,
+        arrays: Mapping[str, Any],
+        infos: Mapping[str, ArrayInfo],
+        pieces: Sequence[Piece],
     ) -> np.ndarray | None:
         """Makes the memory that saves copy into; None = numpy's copies are enough.
 
         They are not if numpy sees a device's own buffer, which the next step overwrites.
+        On CPU, jax would keep that buffer and let the step write to new memory. But that
+        costs the step seven times as much as this copy (docs/project/decisions.md).
         """
         if not any(_is_in_host_memory(leaf) for leaf in arrays.values()):
             return None
-        total = memory_file.payload_bytes(state_dict.describe(arrays), pieces)
+        total = memory_file.payload_bytes(infos, pieces)
         if self._staging is None or self._staging.nbytes < total:
             self._staging = np.empty(total, np.uint8)
         return self._staging
@@ -897,6 +954,7 @@ class MemoryTier:
         """
         if self._background.wait(seconds):
             self._background.close()
+        self._copiers.shutdown()
         if self.peers is not None:
             self.peers.close()
         if delete:
@@ -1018,6 +1076,20 @@ def _shard(leaf: Any, box: Box) -> Any:
         if box_of(shard.index, leaf.shape) == box:
             return shard.data
     raise AssertionError(f"no device of this process holds {box}")
+
+
+def _places_in(
+    memory: np.ndarray, infos: Mapping[str, ArrayInfo], pieces: Iterable[Piece]
+) -> list[np.ndarray]:
+    """Views memory as arrays for pieces, one after another."""
+    places = []
+    first = 0
+    for piece in pieces:
+        info = infos[piece.name]
+        raw = memory[first : first + memory_file.itemsize(info) * piece.box.size]
+        places.append(raw.view(info.dtype).reshape(piece.box.shape))
+        first += memory_file.payload_bytes(infos, [piece])
+    return places
 
 
 def _is_in_host_memory(leaf: Any) -> bool:

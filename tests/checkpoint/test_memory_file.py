@@ -5,6 +5,7 @@ import io
 import json
 import random
 import struct
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from jaxdist.checkpoint import memory_file
 from jaxdist.checkpoint.folders import ArrayInfo
-from jaxdist.checkpoint.memory_file import BadFile, Box, Header, Piece
+from jaxdist.checkpoint.memory_file import BadFile, Box, Header, Opened, Piece
 from jaxdist.storage.untrusted import Malformed
 
 ARRAYS = {
@@ -62,9 +63,16 @@ def written(head: Header | None = None) -> bytes:
     return file.getvalue()
 
 
-def test_every_piece_comes_back():
+def verified(folder: Path, data: bytes) -> Opened:
+    path = folder / "file"
+    path.write_bytes(data)
+    with path.open("rb") as file:
+        return memory_file.verify(file)
+
+
+def test_every_piece_comes_back(tmp_path):
     data = written()
-    opened = memory_file.verify(io.BytesIO(data))
+    opened = verified(tmp_path, data)
     assert opened.header == header()
     assert opened.header.agreed == header(owner=0, pieces=()).agreed
     for piece, offset in opened.pieces():
@@ -86,14 +94,32 @@ def test_parts_of_one_step_must_agree(field):
     assert header().agreed != header(**{field: other}).agreed
 
 
-def test_a_flipped_bit_anywhere_is_seen():
+@pytest.mark.parametrize("block", [1 << 24, 100])
+def test_a_flipped_bit_anywhere_is_seen(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(memory_file, "BLOCK_BYTES", block)
     data = written()
     rng = random.Random(0)
     for _ in range(2_000):
         damaged = bytearray(data)
         damaged[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         with pytest.raises(BadFile):
-            memory_file.verify(io.BytesIO(damaged))
+            verified(tmp_path, bytes(damaged))
+
+
+def test_blocks_that_have_changed_places_are_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_file, "BLOCK_BYTES", 64)
+    data = written()
+    end = (len(data) - 32) // 64 * 64
+    one, other = data[end - 128 : end - 64], data[end - 64 : end]
+    assert one != other
+    verified(tmp_path, data)
+    with pytest.raises(BadFile, match="content has changed"):
+        verified(tmp_path, data[: end - 128] + other + one + data[end:])
+
+
+def test_a_file_of_another_version_is_refused_by_that_name():
+    with pytest.raises(BadFile, match="another version of jaxdist"):
+        memory_file.read_header(io.BytesIO(b"JAXDIST1" + written()[8:]))
 
 
 def test_a_file_cut_short_or_extended_is_seen_by_its_size():
@@ -171,8 +197,8 @@ def test_headers_with_any_content_are_refused_or_read():
         ({"owner": 0}, "part 1 of step 7, not part 0"),
     ],
 )
-def test_another_file_in_its_place_is_refused(expected, words):
-    opened = memory_file.verify(io.BytesIO(written()))
+def test_another_file_in_its_place_is_refused(tmp_path, expected, words):
+    opened = verified(tmp_path, written())
     right = {"run": "run-a", "branch": "b", "step": 7, "owner": 1}
     memory_file.require(opened, **right)
     with pytest.raises(BadFile, match=words):

@@ -140,6 +140,44 @@ def test_arrays_in_the_memory_of_the_host_come_back_there(tmp_path):
     np.testing.assert_array_equal(restored.state["moments"], value)
 
 
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_arrays_that_were_read_before_the_hash_was_known(
+    tmp_path, monkeypatch, is_sound
+):
+    """They are read once, and used only if the hash is right, whatever they hold."""
+    state = make_state(mesh_of(4, 2), seed=7)
+    tier = tier_of(tmp_path)
+    tier.begin_branch()
+    save(tier, 7, state)
+    again = tier_of(tmp_path)
+    again.look()
+    has_read = threading.Event()
+    reads = []
+    read, verify = again._read, again.store.verify
+
+    def reading(*arguments):
+        arrays = read(*arguments)
+        reads.append(len(arrays))
+        has_read.set()
+        return arrays
+
+    def hashing(step, owner):
+        assert has_read.wait(60)
+        verify(step, owner)
+        if not is_sound:
+            raise BadFile("its content has changed")
+
+    monkeypatch.setattr(again, "_read", reading)
+    monkeypatch.setattr(again.store, "verify", hashing)
+    abstract = abstract_on(mesh_of(4, 2), state)
+    restored = again.restore(abstract, not_before=0, partial=False)
+    assert len(reads) == 1
+    assert (restored is not None) == is_sound
+    assert [copy.reason for copy in again.bad] == (
+        [] if is_sound else ["its content has changed"]
+    )
+
+
 def test_another_model_is_a_layout_error_and_no_damage(tmp_path):
     tier = tier_of(tmp_path)
     tier.begin_branch()
