@@ -3,6 +3,7 @@
     python -m jaxdist.train --config deepseek_v3 --config.data.path='tokens/*.bin'
     python -m jaxdist.train --config deepseek_v3:tiny    # the same family in a CPU minute
     python -m jaxdist.plan --config deepseek_v3:tiny --on cpu:1    # 0.11 GiB
+    python -m jaxdist.plan --config deepseek_v3 --on tpu7x:4x8x8    # 58.74 GiB; takes 8 minutes
 
 The batch is that of the paper after its first phase. Positions are not stretched, and there is no
 prediction of further tokens. The .bin files hold token ids as uint32 (129,280 tokens do not fit in uint16).
@@ -16,9 +17,10 @@ def get_config(size=None):
     config.train.steps = 235_000  # 14.8 T tokens
     config.batch.global_size = 15_360
     config.batch.sequence_length = 4096
-    config.batch.accumulation = 30  # one sequence at a time on 512 devices
-    # 12 bytes a parameter, shared by all devices
-    config.mesh.data, config.mesh.fsdp = 1, -1
+    config.batch.accumulation = 10  # three sequences at a time on 512 devices
+    # 12 bytes a parameter, shared by all devices. A device gathers an eighth of a layer's
+    # experts: all of them, with their gradients, take more than 90 GiB.
+    config.mesh.data, config.mesh.fsdp, config.mesh.expert = 1, -1, 8
     config.precision.compute = "bfloat16"
     config.remat.policy = "full"
     config.data.source, config.data.bin_dtype = "bin", "uint32"

@@ -44,6 +44,7 @@ _TINY: dict[str, Any] = {
     "batch.global_size": 16,
     "batch.sequence_length": 128,
     "batch.accumulation": 1,
+    "mesh.expert": 1,
     "precision.compute": "float32",
     "remat.policy": "dots",
     "optimizer.learning_rate": 1e-3,
