@@ -4,8 +4,9 @@
         --out benchmarks/results/memory-restart.json
 
 `jaxdist launch` runs two processes. The first one, which writes the metrics, is killed -9
-half an interval after a save to the folder. Both sides save to the folder as often. One also saves in memory, at
-every second step. The sides take turns, each with a workdir of its own.
+half an interval after a save to the folder. Both sides save to the folder as often. One
+also saves in memory, at every second step. The sides take turns, each with a workdir of
+its own.
 
 `next` is the time from the kill until the next row of metrics. `back` is the time until
 the first row of a step that the run had not done. `repeated` is the number of steps
