@@ -19,7 +19,7 @@ def get_config(size=None):
     config.batch.sequence_length = 4096
     config.batch.accumulation = 10  # three sequences at a time on 512 devices
     # 12 bytes a parameter, shared by all devices. A device gathers an eighth of a layer's
-    # experts: all of them, with their gradients, take more than 90 GiB.
+    # experts: all of them, with their gradients, would take more than 90 GiB.
     config.mesh.data, config.mesh.fsdp, config.mesh.expert = 1, -1, 8
     config.precision.compute = "bfloat16"
     config.remat.policy = "full"

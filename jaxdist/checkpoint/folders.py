@@ -85,6 +85,12 @@ class CheckpointError(Exception):
         self.steps = dict(steps or {})
 
 
+class NotChecked(CheckpointError):
+    """Error of a process that could not check files. It says nothing about the files."""
+
+    exit_code = 1
+
+
 class StepDeleted(CheckpointError):
     """Error of a step whose run has deleted it while it was read."""
 

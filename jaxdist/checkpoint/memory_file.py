@@ -5,7 +5,7 @@
     bytes 16-47   SHA-256 of the header
     header        JSON, see `Header`
     pieces        raw bytes in C order, each piece from a multiple of `ALIGNMENT` on
-    last 32 bytes SHA-256 of the SHA-256 of each block of `BLOCK_BYTES` before them
+    last 32 bytes SHA-256 of the joined SHA-256 of all blocks of `BLOCK_BYTES`
 
 Blocks have hashes of their own, so that several threads can hash a file.
 
@@ -365,17 +365,33 @@ def verify(file: BinaryIO) -> Opened:
     blocks = [
         (first, min(first + BLOCK_BYTES, end)) for first in range(0, end, BLOCK_BYTES)
     ]
-    threads = min(_MOST_THREADS, os.cpu_count() or 1)
     try:
-        with ThreadPoolExecutor(threads, "hash") as pool:
-            digests = pool.map(lambda block: _hash_block(file, *block), blocks)
-            found = _trailer(digests)
+        found = _trailer(_hash_blocks(file, blocks))
         trailer = os.pread(file.fileno(), _DIGEST_BYTES, end)
     except OSError as error:
         raise BadFile(f"not readable: {named(error)}") from error
     if found != trailer:
         raise BadFile("its content has changed since it was written")
     return opened
+
+
+def _hash_blocks(file: BinaryIO, blocks: list[tuple[int, int]]) -> list[bytes]:
+    """Computes the SHA-256 of each block, given by its first byte and its end.
+
+    Raises:
+      BadFile: the file ends early.
+      OSError: it cannot be read.
+    """
+
+    def hash_block(block: tuple[int, int]) -> bytes:
+        return _hash_block(file, *block)
+
+    threads = min(_MOST_THREADS, os.cpu_count() or 1)
+    try:
+        with ThreadPoolExecutor(threads, "hash") as pool:
+            return list(pool.map(hash_block, blocks))
+    except RuntimeError:  # this host starts no more threads
+        return list(map(hash_block, blocks))
 
 
 def _hash_block(file: BinaryIO, first: int, stop: int) -> bytes:

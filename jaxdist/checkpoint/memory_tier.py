@@ -37,7 +37,12 @@ from jaxdist.checkpoint import (
     state_dict,
 )
 from jaxdist.checkpoint.background import Background
-from jaxdist.checkpoint.folders import ArrayInfo, CheckpointError, error_text
+from jaxdist.checkpoint.folders import (
+    ArrayInfo,
+    CheckpointError,
+    NotChecked,
+    error_text,
+)
 from jaxdist.checkpoint.manager import Restored, check_arrays, error_on_all
 from jaxdist.checkpoint.memory_file import (
     BadFile,
@@ -57,7 +62,7 @@ from jaxdist.telemetry import clock
 KEEP = 2  # complete steps that stay in memory
 FILES = KEEP + 1  # files of a process: the kept steps, and the one that is written
 _MOST_COPIERS = 8  # threads that copy arrays to the host
-_SMALL_BYTES = 1 << 26  # bytes that one thread has copied before others begin
+_SMALL_BYTES = 1 << 26  # saves with fewer bytes are copied by one thread
 # seconds between two looks at which processes have written, at first and at most
 _LOOK_S = 0.01
 _MOST_LOOK_S = 0.5
@@ -307,9 +312,9 @@ class MemoryTier:
         """
         while self._candidates:
             candidate = self._candidates[0]
-            with contextlib.suppress(CheckpointError):
-                with error_on_all(Exception):
-                    bad = self._hash_files(candidate)
+            with _hashing():
+                bad = self._hash_files(candidate)
+            with contextlib.suppress(BadFile):
                 self._confirm(candidate, bad)
                 return True
             self._candidates.pop(0)
@@ -376,13 +381,14 @@ class MemoryTier:
 
         Raises:
           LayoutError: the step holds another model or optimizer.
+          NotChecked: a process could not hash the files, which may be sound.
         """
         for candidate in list(self._candidates):
             if candidate.step < not_before:
                 break
             try:
                 restored = self._restore(candidate, abstract_state, partial=partial)
-            except state_dict.LayoutError:
+            except (state_dict.LayoutError, NotChecked):
                 raise
             except CheckpointError as error:
                 self._give_up(candidate, str(error))
@@ -408,9 +414,9 @@ class MemoryTier:
             abstract_state = abstract_state(info)
         state_dict.check(info.arrays, abstract_state, partial=partial)
         abstract = state_dict.to_canonical(abstract_state)
-        with error_on_all(Exception):
+        with _hashing():
+            place = self.store.place
             bad, arrays = self._hash_and_read(candidate, abstract)
-        place = self.store.place
         if any(copy.place == place for copy in self._confirm(candidate, bad)):
             arrays = None  # they may come from a bad file
         if self.peers is not None:
@@ -434,8 +440,8 @@ class MemoryTier:
         arrays = None
         with ThreadPoolExecutor(1, "hash") as pool:
             hashing = pool.submit(self._hash_files, candidate)
-            # the next read raises an error that stays
-            with contextlib.suppress(Exception):
+            # If the cause persists, the second read raises the error.
+            with contextlib.suppress(CheckpointError, OSError, KeyError):
                 arrays = self._read(candidate, abstract)
             return hashing.result(), arrays
 
@@ -528,6 +534,7 @@ class MemoryTier:
                 for owner in owners
             }
             stored = self._stored(candidate, owners)
+            _needed_owners(stored, abstract)
             for name, leaf in abstract.items():
                 array = self._read_array(stored[name], leaf.sharding, files)
                 # An array goes to the devices while the next one is read. Otherwise
@@ -961,6 +968,16 @@ class MemoryTier:
             self.store.remove()
             if jax.process_index() == 0:
                 self.leave_branch()
+
+
+@contextlib.contextmanager
+def _hashing() -> Iterator[None]:
+    """Turns an error on any process into `NotChecked` on all."""
+    try:
+        with error_on_all(Exception):
+            yield
+    except CheckpointError as error:
+        raise NotChecked(f"files in memory could not be checked: {error}") from error
 
 
 def _known_steps(votes: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str], _Known]:

@@ -239,7 +239,7 @@ def _muon(
 
     `optax.contrib.muon` is not used, because its Adam has Nesterov momentum and no mask
     of weight decay, and because it would gather sharded matrices on every device. Each
-    layer's matrix is orthogonalised separately: singular values are about 0.7 to 1.2
+    layer's matrix is orthogonalized separately: singular values are about 0.7 to 1.2
     after five Newton-Schulz steps. Then it is scaled by sqrt(max(1, outputs / inputs)),
     the convention of Keller Jordan (https://kellerjordan.github.io/posts/muon). With
     `muon_update_rms` = r the factor is r * sqrt(max(outputs, inputs)), so that the RMS
@@ -269,25 +269,23 @@ def _muon(
 def _orthogonal_momentum(
     config: OptimizerConfig, param_roles: optax.Params, map_matrices: MapMatrices
 ) -> optax.GradientTransformation:
-    """Orthogonalises the Nesterov momentum of matrices.
+    """Orthogonalizes the Nesterov momentum of matrices.
 
     It equals `optax.contrib.scale_by_muon`, and has its state. That transform merges the
     stack dims of a kernel into one, so every device would gather all experts.
     """
     decay = config.momentum
     optax_muon = functools.partial(contrib.scale_by_muon, eps=config.eps)
-    # Without momentum, it orthogonalises what it gets.
+    # Without momentum, it orthogonalizes what it gets.
     newton_schulz = optax_muon(beta=0.0, nesterov=False)
 
-    def orthogonalize(role: Role, param: jax.Array) -> jax.Array:
-        """Orthogonalises one matrix, [*dims of inputs, *dims of outputs]."""
+    def orthogonalize(role: Role, coefficients: Any, param: jax.Array) -> jax.Array:
+        """Orthogonalizes one matrix, [*dims of inputs, *dims of outputs]."""
         inputs = math.prod(param.shape[axis] for axis in role.reduction)
-        matrix = param.reshape(inputs, -1)
-        state = newton_schulz.init(matrix)
-        # With coefficients for each iteration, optax loops over them. Unrolled ones
-        # take a TPU's compiler several times as long.
-        each = jnp.tile(state.ns_coeffs, (_ITERATIONS, 1))
-        state = state._replace(ns_coeffs=each)
+        outputs = math.prod(param.shape[axis] for axis in role.output)
+        matrix = param.reshape(inputs, outputs)
+        state: Any = newton_schulz.init(matrix)
+        state = state._replace(ns_coeffs=coefficients)
         orthogonal: Any = newton_schulz.update(matrix, state)[0]
         reshaped: jax.Array = orthogonal.reshape(param.shape)
         return reshaped
@@ -307,9 +305,12 @@ def _orthogonal_momentum(
         nesterov = jax.tree.map(
             lambda m, g: decay * m + (1 - decay) * g, next_momentum, gradients
         )
+        # With coefficients for each iteration, optax loops over them. Unrolled ones
+        # take a TPU's compiler several times as long.
+        coefficients = jnp.broadcast_to(state.ns_coeffs, (_ITERATIONS, 3))
         orthogonal = jax.tree.map(
             lambda x, role: map_matrices(
-                functools.partial(orthogonalize, role), x, role
+                functools.partial(orthogonalize, role, coefficients), x, role
             ),
             nesterov,
             matrices,

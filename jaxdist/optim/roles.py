@@ -30,7 +30,6 @@ class Role:
     dims: int
     reduction: tuple[int, ...] = ()  # matrix: axes of the inputs, which are summed over
     output: tuple[int, ...] = ()  # matrix: axes of the outputs
-    experts: int | None = None  # the stack axis of experts, which devices may split
     # logical names of the dims, with the stack dims of a pipeline; () = none are known
     names: Names = ()
 
@@ -62,13 +61,9 @@ def role_of(path: Sequence[str], shape: Sequence[int], names: Names | None) -> R
                 f"{'/'.join(path)}: logical names {tuple(names)} for shape "
                 f"{tuple(shape)}; give at most one name per dim."
             )
-        role = _role_from_names(
+        return _role_from_names(
             tuple(dropwhile(lambda name: name in _STACK_NAMES, names))
         )
-        stacks = names[: len(names) - role.dims]
-        if stacks[-1:] == ("experts",):
-            return replace(role, experts=-role.dims - 1)
-        return role
     in_list = any(key.isdigit() for key in path)
     is_stacked = bool(path) and path[0] in STACKED and not in_list
     rank = len(shape) - is_stacked

@@ -24,7 +24,7 @@ from jaxdist.parallel.mesh import MeshConfig, resolve_mesh
 from jaxdist.parallel.sharding import Rules, as_entry, axes_in
 from jaxdist.protocols.dim_names import FSDP_NAME, Names
 
-# most numbers of the matrices that a turn of `map_parts` has on a device
+# largest number of matrix elements that a device handles in a turn of `map_parts`
 _NUMBERS_AT_ONCE = 1 << 23
 
 ONE_DEVICE = Rules(resolve_mesh(MeshConfig(), 1))
@@ -137,7 +137,7 @@ class Execution:
     ) -> jax.Array:
         """Applies a function to each matrix of a stack, divided among the devices.
 
-        Without it, each device would compute with all matrices, or with a part of each.
+        Without this method, each device would compute all matrices, or a part of each.
 
         Args:
           function: from a matrix [*matrix dims] to one of this shape; zeros to zeros.
@@ -176,7 +176,7 @@ def map_parts(
     Args:
       function: from a matrix to one of the same shape.
       stack: [*stack dims, *matrix dims].
-      parts: number of equal parts of each stack dim, one for a device.
+      parts: number of equal parts of each stack dim; each device holds one part.
     """
     dims = len(parts)
     matrix = stack.shape[dims:]
@@ -189,12 +189,9 @@ def map_parts(
     by_turn = by_turn.reshape(-1, *parts, *matrix)
     for _ in range(dims):
         function = jax.vmap(function)
-    turns = len(by_turn)
-    together = max(1, min(turns, _NUMBERS_AT_ONCE // math.prod(matrix)))
-    while turns % together:
-        together -= 1
-    by_turn = by_turn.reshape(turns // together, together, *parts, *matrix)
-    mapped: jax.Array = jax.lax.map(jax.vmap(function), by_turn)
+    turns = max(1, -(-by_turn.size // max(1, _NUMBERS_AT_ONCE * math.prod(parts))))
+    together = max(1, -(-len(by_turn) // turns))
+    mapped: jax.Array = jax.lax.map(function, by_turn, batch_size=together)
     mapped = mapped.reshape(*held, *parts, *matrix)
     return mapped.transpose([order.index(dim) for dim in range(len(order))]).reshape(
         stack.shape

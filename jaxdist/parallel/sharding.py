@@ -98,12 +98,13 @@ class Rules:
         """Computes specs on the way to whole matrices, divided among the devices.
 
         The first spec is that of the optimizer's state. From one to the next, the axes
-        of a matrix dim move to a stack dim, which XLA does by one all-to-all. At last,
-        axes that replicate divide a stack dim, too. Those across slices do not: their
-        devices compute the same.
+        of a matrix dim move to a stack dim, which XLA does by one all-to-all. Finally,
+        axes that replicate split a stack dim, too. Those that cross slices do not: each
+        slice computes the same matrices.
 
-        A stack dim that no axis splits at first may be divided unevenly. Axes stay where
-        they are if there are too few matrices.
+        A stack dim that no axis splits at first may be split unevenly, and is padded
+        then. A device with a single matrix splits it no further: axes stay in the
+        matrix dims.
 
         Args:
           names: logical names.
@@ -112,7 +113,7 @@ class Rules:
         """
         entries = [axes_in(entry) for entry in self.state(names, dims)]
         stack_dims = range(len(dims) - matrix_dims)
-        # XLA pads a dim well as long as no axis splits it.
+        # Padding a dim that an axis splits would move data between devices.
         may_grow = [not entries[dim] for dim in stack_dims]
         taken = {axis for entry in entries for axis in entry}
 
@@ -134,6 +135,11 @@ class Rules:
         for axis in self._in_use(AXES):
             target = dim_for([axis])
             if axis in taken or self.shape.dcn[axis] > 1 or target is None:
+                continue
+            held = -(-dims[target] // self._size(entries[target]))
+            if held < self.shape.sizes[axis]:
+                # Each device of the axis holds the whole stack at first. Most of it
+                # would be padding.
                 continue
             entries[target] = (*entries[target], axis)
         return [*way, P(*map(as_entry, entries))]

@@ -409,7 +409,10 @@ def _watch(
             time.sleep(0.1)
             peak = max(peak, _resident_bytes(child.pid))
             if peak > options.memory_bytes:
-                fault = f"the compiler took more than {options.memory_bytes / GIB:.3g} GiB of this machine"
+                fault = (
+                    f"the compiler took more than {options.memory_bytes / GIB:.3g} GiB of this machine's memory; "
+                    "free some, or plan on a larger machine"
+                )
             elif time.monotonic() - began > options.timeout_s:
                 fault = f"the compiler took more than {options.timeout_s:g} s; --limit sets the minutes"
             latest = _read(folder / "stage")

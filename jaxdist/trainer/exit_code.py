@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 
 from jaxdist.checkpoint.folders import CheckpointError
-from jaxdist.config import EXIT_CONFIG, EXIT_NO_CHECKPOINT, ConfigError
+from jaxdist.config import EXIT_CONFIG, ConfigError
 from jaxdist.config.command_line import print_faults, quiet_pipe
 from jaxdist.config.extras import MissingExtra
 from jaxdist.config.redact import without_secrets
@@ -41,7 +41,7 @@ def _code_of_fault(main: Callable[[], int]) -> int:
         return EXIT_CONFIG
     except CheckpointError as error:
         print_error(f"error: {error}")
-        return EXIT_NO_CHECKPOINT
+        return error.exit_code
     except PeerFailed as error:
         print(f"error: {without_secrets(str(error))}", file=sys.stderr)
         return error.exit_code

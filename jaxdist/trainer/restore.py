@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdist.checkpoint import folders, integrity
-from jaxdist.checkpoint.folders import CheckpointError, StepInfo
+from jaxdist.checkpoint.folders import CheckpointError, NotChecked, StepInfo
 from jaxdist.checkpoint.manager import CheckpointManager, MakeAbstract, Restored
 from jaxdist.checkpoint.state_dict import LayoutError
 from jaxdist.config import ConfigError
@@ -195,6 +195,7 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
     Raises:
       CheckpointError: no checkpoint is intact. An event has the reason for each.
       MemoryLost: no step in memory is sound, and the folder never had one.
+      NotChecked: a process could not check steps in memory. A new start may.
       ConfigError: the run's model, optimizer, config or data have changed.
     """
     store = run.store
@@ -210,6 +211,8 @@ def restore_checkpoint(run: Run, dataset: Dataset, back_to: int | None) -> Resto
             f"the {part} is another than that of the run in {store.folder}: {error.summary}; give it as it "
             f"was, or train this one in another folder (init.from_run takes weights that fit)"
         ) from error
+    except NotChecked:
+        raise
     except CheckpointError as error:
         _report_damage(run, error.steps)
         if not coordination.broadcast(folders.has_steps(store.folder)):

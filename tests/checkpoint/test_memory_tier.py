@@ -7,6 +7,7 @@ import io
 import json
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from jaxdist.checkpoint import (
     memory_tier,
     state_dict,
 )
-from jaxdist.checkpoint.folders import ArrayInfo, CheckpointError
+from jaxdist.checkpoint.folders import ArrayInfo, CheckpointError, NotChecked
 from jaxdist.checkpoint.memory_file import BadFile, Box, Header, Piece
 from jaxdist.checkpoint.memory_peers import MemoryPeers
 from jaxdist.checkpoint.memory_store import MemoryStore
@@ -176,6 +177,46 @@ def test_arrays_that_were_read_before_the_hash_was_known(
     assert [copy.reason for copy in again.bad] == (
         [] if is_sound else ["its content has changed"]
     )
+
+
+def test_a_process_that_cannot_hash_ends_and_keeps_the_files(tmp_path, monkeypatch):
+    state = make_state(mesh_of(4, 2), seed=3)
+    tier = tier_of(tmp_path)
+    tier.begin_branch()
+    save(tier, 3, state)
+    tier.close(delete=False)
+    again = tier_of(tmp_path)
+    again.look()
+
+    def fail(*_):
+        raise MemoryError("no memory for a buffer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_file, "_hash_block", fail)
+        with pytest.raises(NotChecked, match="no memory for a buffer"):
+            again.confirm()
+        with pytest.raises(NotChecked, match="no memory for a buffer"):
+            again.restore(
+                abstract_on(mesh_of(4, 2), state), not_before=0, partial=False
+            )
+    assert not again.bad
+    assert again.confirm()
+
+
+def test_a_host_without_more_threads_hashes_in_one(tmp_path, monkeypatch):
+    state = make_state(mesh_of(4, 2), seed=3)
+    tier = tier_of(tmp_path)
+    tier.begin_branch()
+    save(tier, 3, state)
+
+    class NoThreads(ThreadPoolExecutor):
+        def submit(self, *_, **__):
+            raise RuntimeError("can't start new thread")
+
+    again = tier_of(tmp_path)
+    again.look()
+    monkeypatch.setattr(memory_file, "ThreadPoolExecutor", NoThreads)
+    assert again.confirm()
 
 
 def test_another_model_is_a_layout_error_and_no_damage(tmp_path):

@@ -61,6 +61,16 @@ def rules(dcn: str = "", **sizes: int) -> Rules:
             id="layers stay in their stage",
         ),
         pytest.param(
+            {"data": 8},
+            KERNEL,
+            (3, 4, 4),
+            P(None, None, None),
+            id="devices that replicate do not pad most of a stack",
+        ),
+        pytest.param(
+            {"data": 4}, KERNEL, (6, 4, 4), P("data", None, None), id="but a part of it"
+        ),
+        pytest.param(
             {"dcn": "data", "data": 2, "fsdp": 2},
             KERNEL,
             (4, 4, 4),

@@ -376,7 +376,7 @@ def test_a_child_over_its_caps_is_no_verdict(cache):
         run, target, options=CompileOptions(cache=cache, memory_bytes=2**20)
     )
     assert small.exit_code == 4
-    assert "GiB of this machine" in small.exit_reason
+    assert "GiB of this machine's memory" in small.exit_reason
     assert small.fits is None
     with pytest.raises(CannotTell, match=r"more than 0\.3 s"):
         compile_run(run, target, CompileOptions(cache=cache, timeout_s=0.3))
