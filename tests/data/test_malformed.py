@@ -345,6 +345,14 @@ def test_any_flipped_bit_of_the_token_cache_is_found_and_mended(tmp_path):
 
 def test_a_large_cache_is_checked_in_the_background(tmp_path, monkeypatch):
     monkeypatch.setattr(token_cache, "_CHECKED_BYTES", 4 << 20)
+    check_slowly = token_cache._check_slowly
+    may_check = threading.Event()
+
+    def check_later(*arguments):
+        assert may_check.wait(60)
+        check_slowly(*arguments)
+
+    monkeypatch.setattr(token_cache, "_check_slowly", check_later)
     (tmp_path / "a.txt").write_text("0123456789abcde\n" * (5 << 16))  # 5 MiB
     options = {"source": "text", "path": str(tmp_path / "a.txt"), "validation_share": 0}
     whole = opened(tmp_path / "cache", **options)
@@ -354,6 +362,7 @@ def test_a_large_cache_is_checked_in_the_background(tmp_path, monkeypatch):
         file.write(b"!")
     damaged = opened(tmp_path / "cache", lines := [], **options)
     assert not any("damaged" in line for line in lines)
+    may_check.set()
     deadline_s = time.monotonic() + 60
     while any(t.name == "jaxdist-token-check" for t in threading.enumerate()):
         assert time.monotonic() < deadline_s
