@@ -107,6 +107,7 @@ class Model:
         # cached by mesh, because there are many layouts of each
         self._once: dict[tuple[int, ...], Collection[str]] = {}
         self._shares: dict[tuple[Any, ...], list[Share]] = {}
+        self._of_parameters: dict[tuple[Any, ...], tuple[float, float, float]] = {}
 
     def state_bytes(self, layout: Composition) -> int:
         """Counts a device's bytes of weights, gradients and optimizer state."""
@@ -223,10 +224,21 @@ class Model:
     ) -> tuple[float, float, float]:
         """Estimates the seconds of gathers, of sums of gradients, and of the update.
 
+        They are the same for all remat policies, so they are kept.
+
         Args:
           layout: the layout.
           passes: passes over a stage's weights in a step.
         """
+        key = *_key(layout.shape), layout.config.mesh.zero, passes
+        if key not in self._of_parameters:
+            self._of_parameters[key] = self._time_of_parameters(layout, passes)
+        return self._of_parameters[key]
+
+    def _time_of_parameters(
+        self, layout: Composition, passes: float
+    ) -> tuple[float, float, float]:
+        """Computes `_parameters`."""
         shape = layout.shape
         work = self.work
         zero = layout.config.mesh.zero

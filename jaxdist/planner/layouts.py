@@ -8,7 +8,7 @@ they can rank layouts, but do not predict step times.
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
 from typing import Any
@@ -176,21 +176,20 @@ def candidates(
         splits = (False, True) if shape.sizes["tensor"] > 1 else (False,)
         for form in model.forms(on_mesh):
             parts = _parts(form, shape, max(spec.depth, 1))
-            for zero, split, part, policy in product(zeros, splits, parts, policies):
-                overrides: dict[str, Any] = {
-                    "mesh.zero": zero,
-                    "mesh.sequence_parallel": split,
-                }
-                if policy != run_policy:
-                    overrides["remat"] = remat.RematConfig(policy)
-                config = compose.with_overrides(part, overrides)
-                composition = compose.compose(config, shape, spec)
-                yield Candidate(
-                    composition,
-                    target,
-                    estimate=model.estimate(composition),
-                    state_bytes=model.state_bytes(composition),
-                )
+            for zero, split, part in product(zeros, splits, parts):
+                stored = {"mesh.zero": zero, "mesh.sequence_parallel": split}
+                base = compose.with_overrides(part, stored)
+                for policy in policies:
+                    config = base
+                    if policy != run_policy:
+                        config = replace(base, remat=remat.RematConfig(policy))
+                    composition = compose.compose(config, shape, spec)
+                    yield Candidate(
+                        composition,
+                        target,
+                        estimate=model.estimate(composition),
+                        state_bytes=model.state_bytes(composition),
+                    )
 
 
 def _parts(run: RunConfig, shape: MeshShape, depth: int) -> Iterator[RunConfig]:

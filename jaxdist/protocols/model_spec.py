@@ -227,10 +227,18 @@ class ModelSpec:
 
     def named_trainable(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
         """Lists trained parameters: path -> (abstract array, logical names)."""
+        return dict(self._trainable_by_path)
+
+    @functools.cached_property
+    def _trainable_by_path(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
         return _with_names(self.trainable, self.names)
 
     def named_frozen(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
         """Lists frozen parameters: path -> (abstract array, logical names)."""
+        return dict(self._frozen_by_path)
+
+    @functools.cached_property
+    def _frozen_by_path(self) -> dict[str, tuple[jax.ShapeDtypeStruct, Names]]:
         return _with_names(self.frozen, self.frozen_names)
 
     @property
@@ -257,12 +265,12 @@ class ModelSpec:
         """The model with abstract arrays."""
         return self.assemble(self.trainable, self.model_state, self.frozen)
 
-    @property
+    @functools.cached_property
     def period(self) -> int:
         """The number of blocks after which kinds repeat (see `protocols.model`)."""
         return len(pattern_of(getattr(self.abstract_model, "blocks", None)))
 
-    @property
+    @functools.cached_property
     def block_layers(self) -> int:
         """The number of layers in a block; more than 1 in a `LayerGroup`."""
         return len(layers_of(self.abstract_model.blocks)) if self.staged else 1

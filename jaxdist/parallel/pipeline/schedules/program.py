@@ -25,6 +25,7 @@ that needs no op computes on the trash slot, and its result is masked.
 
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -289,12 +290,13 @@ def _assign_slots(
     Returns:
       The slot of each value, and the number of slots on each stage.
     """
+    microbatches, places = start.shape
     slots = np.zeros(start.shape, np.int64)
     used = [0] * stages
     for stage in range(stages):
         free: list[int] = []
         busy: list[tuple[int, int]] = []  # (end, slot)
-        on_stage = [(i, k) for i, k in np.ndindex(start.shape) if k % stages == stage]
+        on_stage = itertools.product(range(microbatches), range(stage, places, stages))
         for i, k in sorted(on_stage, key=lambda index: start[index]):
             while busy and busy[0][0] < start[i, k]:
                 heapq.heappush(free, heapq.heappop(busy)[1])
