@@ -1,5 +1,6 @@
 """Generation: the cache against whole forward passes, sampling, batches, meshes."""
 
+import dataclasses
 import functools
 
 import jax
@@ -188,7 +189,8 @@ def test_sizes_in_one_bucket_share_a_program():
 
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
     rules = sharding.build_rules(MeshConfig(), resolve_mesh(MeshConfig(), mesh.size))
-    generate = decoding.TokenGenerator(Counting(**vars(spec)), mesh, rules)
+    fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
+    generate = decoding.TokenGenerator(Counting(**fields), mesh, rules)
     sizes = ((PROMPTS[:1], 3, 0), (PROMPTS[2:], 9, 5))
     found = [
         generate(arrays, prompts, max_tokens=n, sampling=GREEDY, seed=seed)[0].tokens
