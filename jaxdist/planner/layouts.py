@@ -44,11 +44,28 @@ class Candidate:
     """A layout of a run on a target, with its time and memory by arithmetic."""
 
     composition: Composition
-    target: Target
-    estimate: Estimate
-    # bytes of weights, gradients and optimizer state on a device, if all were split
-    # evenly; a lower bound
-    state_bytes: int = 0
+    model: Model  # the arithmetic
+
+    @property
+    def target(self) -> Target:
+        """The hardware."""
+        return self.model.target
+
+    @functools.cached_property
+    def state_bytes(self) -> int:
+        """Bytes of weights, gradients and optimizer state on a device.
+
+        It is a lower bound: all are split evenly.
+        """
+        return self.model.state_bytes(self.composition)
+
+    @functools.cached_property
+    def estimate(self) -> Estimate:
+        """The step time by arithmetic.
+
+        A search does not ask for it if the state alone is too large.
+        """
+        return self.model.estimate(self.composition)
 
     @property
     def run(self) -> RunConfig:
@@ -178,18 +195,14 @@ def candidates(
             parts = _parts(form, shape, max(spec.depth, 1))
             for zero, split, part in product(zeros, splits, parts):
                 stored = {"mesh.zero": zero, "mesh.sequence_parallel": split}
-                base = compose.with_overrides(part, stored)
+                config = compose.with_overrides(part, stored)
+                composition = compose.compose(config, shape, spec)
                 for policy in policies:
-                    config = base
-                    if policy != run_policy:
-                        config = replace(base, remat=remat.RematConfig(policy))
-                    composition = compose.compose(config, shape, spec)
-                    yield Candidate(
-                        composition,
-                        target,
-                        estimate=model.estimate(composition),
-                        state_bytes=model.state_bytes(composition),
-                    )
+                    if policy == run_policy:
+                        yield Candidate(composition, model)
+                        continue
+                    other = replace(config, remat=remat.RematConfig(policy))
+                    yield Candidate(replace(composition, config=other), model)
 
 
 def _parts(run: RunConfig, shape: MeshShape, depth: int) -> Iterator[RunConfig]:

@@ -151,9 +151,7 @@ class Policies:
     def accounted(self, config: RematConfig) -> Candidate:
         """Computes the time and the bytes of the run with a policy."""
         if config not in self._seen:
-            composition = self._with(config)
-            estimate = self.model.estimate(composition)
-            self._seen[config] = Candidate(composition, self.target, estimate)
+            self._seen[config] = Candidate(self._with(config), self.model)
         return self._seen[config]
 
     def _with(self, remat: RematConfig) -> Composition:
