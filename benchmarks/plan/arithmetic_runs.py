@@ -39,6 +39,11 @@ _MODELS = {
     "model.num_kv_heads=4 model.head_dim=64 batch.sequence_length=2048",
     "@adapters": "lora.rank=16 precision.params=bfloat16",
     "@8": "batch.global_size=8 batch.sequence_length=2048",
+    # every device gathers all experts of a layer
+    "@gathered": "mesh.data=1 mesh.fsdp=128 mesh.expert=1 batch.accumulation=1",
+    "@wide": "model.expert_d_ff=3072 model.vocab_size=32000",
+    "@fewer_experts": "model.num_layers=6 model.num_experts=64 model.expert_groups=1 "
+    "model.expert_top_groups=1",
 }
 
 _LIST = """
@@ -119,6 +124,16 @@ gpt2-v5e-zero1               | v5e:2x4  | gpt2_124m | mesh.data=1 mesh.fsdp=8 me
 7b-v5p-lora                  | v5p:2x2x1 | llama2_7b | @adapters batch.global_size=16
 8b-v5p                       | v5p:4x4x4 | llama3_8b
 8b-v5e-offload               | v5e:4x4  | llama3_8b | offload.optimizer=true batch.global_size=16 batch.sequence_length=2048
+mixtral-tpu7x                | tpu7x:4x4x4 | mixtral_8x7b | @gathered batch.global_size=512 batch.sequence_length=4096
+mixtral-tpu7x-short          | tpu7x:4x4x4 | mixtral_8x7b | @gathered batch.global_size=128 batch.sequence_length=2048
+mixtral-tpu7x-long           | tpu7x:4x4x4 | mixtral_8x7b | @gathered batch.global_size=128 batch.sequence_length=8192
+mixtral-v5p-short            | v5p:4x4x8 | mixtral_8x7b | @gathered batch.global_size=128 batch.sequence_length=2048
+qwen3-tpu7x                  | tpu7x:4x4x4 | qwen3_30b_a3b | @gathered batch.global_size=512 batch.sequence_length=4096
+qwen3-tpu7x-short            | tpu7x:4x4x4 | qwen3_30b_a3b | @gathered batch.global_size=128 batch.sequence_length=1024
+qwen3-tpu7x-wide             | tpu7x:4x4x4 | qwen3_30b_a3b | @gathered @wide batch.global_size=128 batch.sequence_length=1024
+qwen3-v5p-wide               | v5p:4x4x8 | qwen3_30b_a3b | @gathered @wide batch.global_size=128 batch.sequence_length=1024
+deepseek-tpu7x               | tpu7x:4x4x4 | deepseek_v3 | @gathered @fewer_experts batch.global_size=512
+deepseek-tpu7x-short         | tpu7x:4x4x4 | deepseek_v3 | @gathered @fewer_experts batch.global_size=128
 """
 
 

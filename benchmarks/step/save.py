@@ -10,15 +10,11 @@ longer all steps beside a save take together.
 Plain Orbax is `AsyncCheckpointer` with the defaults of its handler for trees. It proves
 nothing of what it has written; jaxdist's save ends with the sealed manifest. Both take
 turns and write to one folder. Steps are deleted between the measurements.
-
-`--nice` lowers the priority of TensorStore's threads, which write for both.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import shutil
 import statistics
 import sys
@@ -108,8 +104,7 @@ def main() -> None:
         for number in range(-1, flags.rounds):  # the first one warms up
             order = list(made) if number % 2 == 0 else list(reversed(made))
             found = {
-                key: turn(made[key], Path(name) / key, built, side, flags.nice)
-                for key in order
+                key: turn(made[key], Path(name) / key, built, side) for key in order
             }
             if number >= 0:
                 rounds.append(found)
@@ -146,19 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--folder", help="folder to write to (default: a temporary one)"
     )
-    parser.add_argument(
-        "--nice", type=int, default=0, help="priority of TensorStore's threads (Linux)"
-    )
     parser.add_argument("--out", help="JSON file")
     return parser
-
-
-def lower_priority(nice: int) -> None:
-    """Sets the priority of TensorStore's threads; those that they start inherit it."""
-    for thread in Path("/proc/self/task").iterdir() if nice else ():
-        with contextlib.suppress(OSError):  # the thread has ended
-            if (thread / "comm").read_text().startswith("ts_pool"):
-                os.setpriority(os.PRIO_PROCESS, int(thread.name), nice)
 
 
 def _arrays(built: TrainStep, side: sides.Side) -> dict[str, jax.Array]:
@@ -167,10 +151,9 @@ def _arrays(built: TrainStep, side: sides.Side) -> dict[str, jax.Array]:
 
 
 def turn(
-    saver: Saver, folder: Path, built: TrainStep, side: sides.Side, nice: int
+    saver: Saver, folder: Path, built: TrainStep, side: sides.Side
 ) -> dict[str, float]:
     """Measures two saves of a contestant: while no step runs, and beside steps."""
-    lower_priority(nice)
     arrays = _arrays(built, side)
     jax.block_until_ready(arrays)
     wall, processor = time.perf_counter(), time.process_time()
@@ -184,7 +167,6 @@ def turn(
 
     alone_s = statistics.median(_timed_step(side) for _ in range(10))
     saver.save(2, _arrays(built, side))
-    lower_priority(nice)  # of threads that have just started
     ended = threading.Event()
 
     def wait() -> None:

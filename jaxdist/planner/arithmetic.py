@@ -104,7 +104,8 @@ class Model:
         self.hbm_bytes_per_s = chip.hbm_bytes_per_s if chip else math.inf
         self.pcie_bytes_per_s = (chip and chip.pcie_bytes_per_s) or math.inf
         self.rounds = rounds(expert_load)
-        # cached by mesh, because there are many layouts of each
+        # Cached, because many layouts share them. Their keys hold what differs between
+        # the layouts of a run; the model and `mesh.reduce` do not.
         self._once: dict[tuple[int, ...], Collection[str]] = {}
         self._shares: dict[tuple[Any, ...], list[Share]] = {}
         self._of_parameters: dict[tuple[Any, ...], tuple[float, float, float]] = {}
@@ -224,7 +225,7 @@ class Model:
     ) -> tuple[float, float, float]:
         """Estimates the seconds of gathers, of sums of gradients, and of the update.
 
-        They are the same for all remat policies, so they are kept.
+        They are the same for all remat policies, so they are cached.
 
         Args:
           layout: the layout.
@@ -238,7 +239,7 @@ class Model:
     def _time_of_parameters(
         self, layout: Composition, passes: float
     ) -> tuple[float, float, float]:
-        """Computes `_parameters`."""
+        """Estimates what `_parameters` returns; see there."""
         shape = layout.shape
         work = self.work
         zero = layout.config.mesh.zero

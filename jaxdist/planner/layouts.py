@@ -63,7 +63,8 @@ class Candidate:
     def estimate(self) -> Estimate:
         """The step time by arithmetic.
 
-        A search does not ask for it if the state alone is too large.
+        It is computed on demand, because a search asks for few of the layouts whose
+        state alone is too large.
         """
         return self.model.estimate(self.composition)
 
@@ -194,8 +195,8 @@ def candidates(
         for form in model.forms(on_mesh):
             parts = _parts(form, shape, max(spec.depth, 1))
             for zero, split, part in product(zeros, splits, parts):
-                stored = {"mesh.zero": zero, "mesh.sequence_parallel": split}
-                config = compose.with_overrides(part, stored)
+                sharding = {"mesh.zero": zero, "mesh.sequence_parallel": split}
+                config = compose.with_overrides(part, sharding)
                 composition = compose.compose(config, shape, spec)
                 for policy in policies:
                     if policy == run_policy:

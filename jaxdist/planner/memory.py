@@ -21,6 +21,7 @@ for CUDA (jax 0.10.2, option xla_dump_to). benchmarks/plan/arithmetic.py compare
 sums with the compilers' peaks.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from jaxdist.parallel import remat
 from jaxdist.parallel.pipeline.partition import Staging
 from jaxdist.planner import update_memory
 from jaxdist.planner.blocks import Block, sample_tokens, trace
-from jaxdist.planner.observed import HOST_BYTES_PER_S, LANES
+from jaxdist.planner.observed import HOST_BYTES_PER_S, LANES, TABLE, Observed
 from jaxdist.planner.state import (
     HOST_PARAMETERS,
     HOST_STATE,
@@ -78,9 +79,17 @@ def components(
     waits = platform == "tpu" and chip is not None and not chip.sparse_core_collectives
     ordered = waits or composition.shape.sizes["context"] > 1
     state = held_state(composition, platform, optimizer)
-    peak = _peak(_Step(composition, platform, state, ordered=ordered))
+    observed = TABLE.get(chip.family if chip else "", Observed())
+    step = functools.partial(
+        _Step,
+        composition,
+        platform,
+        state,
+        holds_expert_gradients=observed.holds_expert_gradients,
+    )
+    peak = _peak(step(ordered=ordered))
     if platform == "tpu" and chip and accounted_peak(peak) > chip.capacity_bytes:
-        peak = _peak(_Step(composition, "tpu", state, ordered=True, pressed=True))
+        peak = _peak(step(ordered=True, pressed=True))
     sizes = [(name, size) for name, size in peak.items() if size]
     sizes.sort(key=lambda item: -item[1])
     return dict(sizes)
@@ -180,6 +189,7 @@ class _Step:
       composition: the run on its mesh.
       platform: tpu, gpu or cpu.
       state: bytes of the state and the batch, by component.
+      holds_expert_gradients: see `Observed`.
       ordered: whether the head's gradient is reduced before the layers' backward
         passes. A barrier orders it so on TPUs whose compute waits for sums
         (`ops.dense_matmul.waits_for_sums`), and with split sequences.
@@ -194,6 +204,7 @@ class _Step:
         platform: str,
         state: Components,
         *,
+        holds_expert_gradients: bool = False,
         ordered: bool = False,
         pressed: bool = False,
     ) -> None:
@@ -204,6 +215,7 @@ class _Step:
         self.rules = rules
         self.flat_spec = spec
         self.platform = platform
+        self.holds_expert_gradients = holds_expert_gradients
         self.ordered = ordered
         self.pressed = pressed
         self.staging = composition.staging
@@ -370,7 +382,11 @@ class _Step:
             sizes["keys of other devices"] = self.remote_keys_bytes
         if block.call:
             moments = block.call.moments(
-                self.rules, self.tokens, self.compute_itemsize, self.platform
+                self.rules,
+                self.tokens,
+                self.compute_itemsize,
+                self.platform,
+                holds_gradients=self.holds_expert_gradients,
             )
             before_experts = self.scale * (block.working - block.largest)
             for moment in moments:

@@ -49,6 +49,12 @@ class Observed:
     # Compiled peaks of llama3_8b exceed the arithmetic by 7.4 layers on v6e:4x4
     # (libtpu 0.0.42.1) and by 1.4 layers on h100:1x8 (jax 0.10.2).
     layers_in_flight: int = 8
+    # Whether the whole gradients of all kernels of a layer's experts exist until the last
+    # one is computed, because none is summed over devices by then. Otherwise two exist.
+    # On tpu7x compiled peaks of a sequence a device exceeded the arithmetic of two by a
+    # gradient: by 10 to 18 % for Mixtral, Qwen3 with wide experts and DeepSeek-V3
+    # (libtpu 0.0.42.1; benchmarks/plan/arithmetic.py, the runs with @gathered).
+    holds_expert_gradients: bool = False
     # collectives that overlap with compute without a SparseCore, in words
     overlapping: str = "no gathers or sums"
 
@@ -87,6 +93,7 @@ TABLE = {
         matmul=0.85,
         stream=0.85,
         attention=0.25,
+        holds_expert_gradients=True,
     ),
     # Matmuls: bfloat16 on H100 reaches 783 of 989 TFLOP/s at 4096^3, and 632 at 2048^3
     # (OpenXLA, xla/service/gpu/model/matmul_interpolator_data.h). The shares of memory

@@ -40,12 +40,18 @@ class Call(Protocol):
         """Counts the bytes that remat policies keep for a device's tokens, by name."""
 
     def moments(
-        self, rules: Any, tokens: int, itemsize: int, platform: str
+        self,
+        rules: Any,
+        tokens: int,
+        itemsize: int,
+        platform: str,
+        *,
+        holds_gradients: bool,
     ) -> Iterator[Any]:
         """Yields the memory of its backward pass over time.
 
         Each item has the bytes of gathered kernels, of whole gradients of kernels, and
-        of rows.
+        of rows. With `holds_gradients`, all of these gradients exist at the end.
         """
 
 

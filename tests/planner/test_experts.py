@@ -262,6 +262,21 @@ def test_the_state_of_experts_is_the_compilers_arguments():
     assert least <= found["parameters"] <= least + 4 * vectors
 
 
+def test_tpu7x_holds_the_gradients_of_all_kernels_of_a_layer_s_experts():
+    """Its compiled peaks say so: plan-arithmetic.json, @gathered."""
+    words = "mesh.fsdp=8 mesh.expert=1 batch.global_size=8 batch.sequence_length=256"
+    run = run_of("mixtral_8x7b", f"{words} model.num_layers=4 batch.accumulation=1")
+    unreduced = {}
+    for text in ("tpu7x:2x2x1", "v5p:2x2x2"):
+        target = targets.parse(text)
+        composition = on_target.validate_for(run, target)
+        found = memory.components(composition, target)
+        unreduced[target.family] = found["unreduced gradients"]
+    kernel_bytes = 4 * 8 * 4096 * 14_336
+    assert unreduced["v5p"] > 2 * kernel_bytes
+    assert unreduced["tpu7x"] - unreduced["v5p"] == kernel_bytes
+
+
 # --- bad input, through the command ---------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from jaxdist.planner import (
     targets,
     timing,
 )
+from jaxdist.planner.arithmetic import Model
 from jaxdist.planner.compiler import CompileOptions
 from jaxdist.planner.layouts import CompiledLayout
 from jaxdist.planner.plan import plan_by_arithmetic
@@ -96,6 +97,18 @@ def estimate_of(
 
     (candidate,) = filter(is_wanted, candidates)
     return candidate.estimate
+
+
+def test_layouts_share_no_estimate_that_differs(llama):
+    """A fresh model has nothing cached from other layouts."""
+    _, target, meshes, _, candidates = llama
+    some = candidates[:: len(candidates) // 60]
+    assert len({one.shape.sizes["pipeline"] for one in some}) > 1
+    assert {one.run.mesh.zero for one in some} == {1, 2, 3}
+    assert len({one.run.batch.accumulation for one in some}) > 1
+    for one in some:
+        fresh = Model(meshes[0], target)
+        assert one.estimate == fresh.estimate(one.composition)
 
 
 def test_pipelines_are_tried_where_the_last_layers_save_more():

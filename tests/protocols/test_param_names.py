@@ -54,3 +54,15 @@ def test_a_rule_replaces_unknown_names():
 def test_a_rule_with_an_unknown_name_is_told_the_same():
     (fault,) = faults_of("d_model", "d_ff", rules=(("up", "dmodel d_ff"),))
     assert "'up': no dim is called 'dmodel'. Did you mean d_model? There are:" in fault
+
+
+def test_named_parameters_are_a_copy_and_follow_a_changed_spec():
+    spec = describe(lambda rngs: Named("d_model", "d_ff"), frozen=("down",))
+    found = spec.named_trainable()
+    assert [*found] == ["up"]
+    found.clear()
+    assert [*spec.named_trainable()] == ["up"]
+    assert [*spec.named_frozen()] == ["down"]
+    frozen = spec.all_frozen()
+    assert not frozen.named_trainable()
+    assert [*frozen.named_frozen()] == ["down", "up"]

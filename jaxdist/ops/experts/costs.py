@@ -201,7 +201,13 @@ class ExpertCall:
         return {EXPERT_PRODUCTS: rows * self.inputs * self.hidden * itemsize}
 
     def moments(
-        self, rules: Rules, tokens: int, itemsize: int, platform: str
+        self,
+        rules: Rules,
+        tokens: int,
+        itemsize: int,
+        platform: str,
+        *,
+        holds_gradients: bool,
     ) -> Iterator[Moment]:
         """Yields the moments of the backward pass that may be a layer's memory peak.
 
@@ -215,6 +221,8 @@ class ExpertCall:
           tokens: tokens of a device.
           itemsize: bytes of a row's element.
           platform: "cpu", "gpu" or "tpu".
+          holds_gradients: whether the compiler sums no gradient of the kernels over
+            devices before the last one is computed. It counts without an exchange.
         """
         D = self.width
         F = self.hidden
@@ -264,6 +272,10 @@ class ExpertCall:
             totals + gradients_in_sum,
             fixed + hidden - hidden_array_bytes,
         )
+        if holds_gradients and not kind:
+            # The last gradient needs only the rows of x and one array of hidden rows.
+            last_rows = rows * D * itemsize + hidden_array_bytes
+            yield Moment(0, 4 * kernels * kernel_size, last_rows)
         if platform == "gpu" and rules.shape.sizes["fsdp"] > 1 and rules.zero >= 2:
             # XLA scatters a layer's gradients during the next layer. It scatters
             # copies, which are held besides the buffers of the loop.
