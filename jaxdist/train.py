@@ -129,7 +129,7 @@ def _parser() -> cli.ConfigParser:
 if __name__ == "__main__":
     gc.freeze()  # imported objects stay, so the collector skips them
     # The step's trace makes many objects and little garbage. With Python 3.11's default
-    # (700) collections take 60 to 80 ms of a start. The number holds for the whole run.
+    # (700) collections take 60 to 80 ms of a warm start. The number holds for the whole run.
     gc.set_threshold(10_000)
     gc.enable()
     with own_process():
