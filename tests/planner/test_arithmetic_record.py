@@ -49,14 +49,7 @@ def test_a_run_is_as_close_as_the_docs_say(name):
     assert script.error_of(row) < memory.OVERESTIMATE or small
 
 
-# By default every sixth run is computed again, the others in the slow tests.
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(run, id=run.name, marks=[pytest.mark.slow] * bool(number % 6))
-        for number, run in enumerate(script.RUNS)
-    ],
-)
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.name) for run in script.RUNS])
 def test_the_recorded_arithmetic_is_todays(run):
     if "lora.base" in run.command:
         pytest.importorskip("qwix")
