@@ -204,7 +204,7 @@ class _Step:
         platform: str,
         state: Components,
         *,
-        holds_expert_gradients: bool = False,
+        holds_expert_gradients: bool,
         ordered: bool = False,
         pressed: bool = False,
     ) -> None:

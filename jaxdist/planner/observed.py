@@ -50,7 +50,7 @@ class Observed:
     # (libtpu 0.0.42.1) and by 1.4 layers on h100:1x8 (jax 0.10.2).
     layers_in_flight: int = 8
     # Whether the whole gradients of all kernels of a layer's experts exist until the last
-    # one is computed, because none is summed over devices by then. Otherwise two exist.
+    # one is computed. Otherwise two exist at once.
     # On tpu7x compiled peaks of a sequence a device exceeded the arithmetic of two by a
     # gradient: by 10 to 18 % for Mixtral, Qwen3 with wide experts and DeepSeek-V3
     # (libtpu 0.0.42.1; benchmarks/plan/arithmetic.py, the runs with @gathered).

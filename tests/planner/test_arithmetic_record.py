@@ -49,7 +49,7 @@ def test_a_run_is_as_close_as_the_docs_say(name):
     assert script.error_of(row) < memory.OVERESTIMATE or small
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, id=run.name) for run in script.RUNS])
+@pytest.mark.parametrize("run", script.RUNS, ids=lambda run: run.name)
 def test_the_recorded_arithmetic_is_todays(run):
     if "lora.base" in run.command:
         pytest.importorskip("qwix")

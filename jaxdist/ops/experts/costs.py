@@ -221,8 +221,8 @@ class ExpertCall:
           tokens: tokens of a device.
           itemsize: bytes of a row's element.
           platform: "cpu", "gpu" or "tpu".
-          holds_gradients: whether the compiler sums no gradient of the kernels over
-            devices before the last one is computed. It counts without an exchange.
+          holds_gradients: whether the compiler holds the whole gradients of all kernels
+            until the last one is computed. It counts without an exchange.
         """
         D = self.width
         F = self.hidden
